@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import stat
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,13 +30,8 @@ from icecore.dumper.memory.shared import SharedMemory
 from icecore.dumper.memory.sources import FileSource, PagesImage
 from icecore.dumper.memory.spaces import ScanContext, SpaceCapture
 from icecore.dumper.observe import asynchronous_io
-from icecore.dumper.observe.facts import (
-    describe_namespaces,
-    describe_processes,
-    listening_ports,
-    thread_ids,
-)
-from icecore.dumper.observe.files import FoundFile, find_files, tree_pids, unchanged_since
+from icecore.dumper.observe.files import FoundFile, unchanged_since
+from icecore.dumper.observe.standing import Standing, observe
 from icecore.dumper.observe.surroundings import find_surroundings
 from icecore.dumper.options import DumpOptions
 from icecore.errors import DumpFailed, NotFound
@@ -51,7 +45,7 @@ from icecore.host.criu.socket_images import close_outside
 from icecore.host.kernel import procfs
 from icecore.host.kernel.memory import RemoteReader
 from icecore.sizes import PAGE
-from icecore.store.format.manifest import Namespaces, OpenFile, Process, Region, Space
+from icecore.store.format.manifest import OpenFile, Region, Space
 from icecore.store.format.surroundings import Surroundings, read_surroundings
 
 #: File in CRIU's image directory that lists what CRIU was kept from seeing. As a log, it is not
@@ -78,9 +72,7 @@ class Captured:
     """A consistent image of the tree, as far as it has been read.
 
     Attributes:
-        at_ns: When the tree stood still, ns since the epoch.
-        pids: Host pid → image id, root first.
-        ids: Process and thread ids that must be free for a restore.
+        standing: What /proc told of it while it stood still.
         spaces: Captures of processes, files, shared memory and image files.
         reused: Spaces taken over from the parent as they are.
         files: What the manifest records of open files.
@@ -90,12 +82,7 @@ class Captured:
         surroundings: What a restore needs around open files; read after the window.
     """
 
-    at_ns: int
-    pids: dict[int, int]
-    ids: list[int]
-    processes: list[Process]
-    namespaces: Namespaces
-    ports: list[str]
+    standing: Standing
     images: ImageSet
     spaces: list[SpaceCapture] = field(default_factory=list)
     reused: list[Space] = field(default_factory=list)
@@ -162,15 +149,10 @@ class Capture:
                 ascending.
             early: What was read while CRIU was at work.
         """
-        at = time.time_ns()
-        pids = tree_pids(root)
-        alive = [pid for pid in pids if os.path.exists(f"/proc/{pid}/exe")]
-        images = self._read_images(pids, early)
-        namespaces = describe_namespaces(root)
-        ids = [] if namespaces.pid else thread_ids(pids)
-        captured = Captured(
-            at, pids, ids, describe_processes(pids), namespaces, listening_ports(alive), images
-        )
+        standing = early.standing if early else observe(root, self._options, procfs.MapsReader())
+        pids = standing.pids
+        captured = Captured(standing, self._read_images(pids, early))
+        images = captured.images
         copied = with_forked(self._copied, pids, self._parent)
         touched = load_rseq(self._images) if early else []
         by_image = {image: pid for pid, image in pids.items()}
@@ -195,12 +177,12 @@ class Capture:
             if len(pagemap.hidden):
                 captured.scanned += self._hidden_shared(pagemap, number, early, captured)
         with phase(self._emit, "dump.files") as running:
-            files = find_files(alive, self._options)
+            files = standing.own_files()
             for file in files:
                 running.bytes += self._file(file, captured, early)
             if self._data is not None:
                 running.bytes += self._data.in_window(files)
-        _still_there(alive)
+        _still_there(standing.alive)
         return captured
 
     def _read_images(self, pids: Mapping[int, int], early: Early | None) -> ImageSet:
@@ -352,14 +334,14 @@ class Capture:
         """Read everything that CRIU has written: shared memory that it saw, and its image files."""
         images = captured.images
         complete(self._images, [*images.processes, *images.shared], self._version)
-        _require_no_requests(self._images, captured.pids)
+        _require_no_requests(self._images, captured.standing.pids)
         self._require_stored(captured)
         close_outside(self._images)
         _rename(captured, self._images)
         captured.surroundings = find_surroundings(
             self._images,
-            captured.pids,
-            captured.processes,
+            captured.standing.pids,
+            captured.standing.processes,
             captured.files,
             read_surroundings(self._parent.manifest) if self._parent else None,
             self._is_own,
@@ -388,7 +370,7 @@ class Capture:
             if file.policy == "content" and (file.device, file.inode) not in captured.lost
         }
         opened = OpenedImages(self._images)
-        for number in captured.pids.values():
+        for number in captured.standing.pids.values():
             flying -= {one.file.id for one in opened.descriptors(number).values()}
         flying -= {one.original for one in load_remaps(self._images) if one.kind == GHOST}
         for file in load_files(self._images):
@@ -455,7 +437,7 @@ def _rename(captured: Captured, images: Path) -> None:
     Raises:
         DumpFailed: CRIU will look for a file under a name that a restore would not make.
     """
-    links = LostNames(images, captured.pids)
+    links = LostNames(images, captured.standing.pids)
     names = {identity: links.join(lost.reached) for identity, lost in captured.lost.items()}
     if left := links.left():
         raise DumpFailed(

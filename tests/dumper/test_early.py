@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from icecore.dumper.dump import DumpResult
-from icecore.dumper.memory.early import Early, EarlyScan, held_threads
+from icecore.dumper.memory.early import Early, EarlyScan, HeldTree
 from icecore.dumper.options import DumpOptions
 from icecore.errors import DumpFailed, WindowExceeded
 from icecore.events import Event
@@ -78,7 +78,7 @@ def test_a_tree_of_processes_with_threads(start: Start, store: Store) -> None:
     result, still, events = dumped_early(store, running.pid)
     assert read_early(events) > 0
     assert_same_memory(store.read(result.snapshot), still)
-    assert held_threads(running.pid) == {}
+    assert HeldTree(running.pid).threads() == {}
 
 
 def test_code_and_stacks_are_left_for_later(puppet: Puppet, store: Store) -> None:
@@ -110,16 +110,16 @@ def test_what_was_read_of_other_threads_does_not_count(job: Job) -> None:
 
 
 def test_a_tree_that_runs_or_was_stopped_by_somebody_else_is_not_held(job: Job) -> None:
-    assert held_threads(job.pid) == {}
+    assert HeldTree(job.pid).threads() == {}
     pids = procfs.tree(job.pid)
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:
-        assert held_threads(job.pid) == {}
+        assert HeldTree(job.pid).threads() == {}
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
-    assert held_threads(1 << 22) == {}
+    assert HeldTree(1 << 22).threads() == {}
 
 
 def test_threads_that_differ_at_the_end_have_everything_read_again(

@@ -32,7 +32,8 @@ def test_maps_give_what_was_mapped(tmp_path):
     with target(code, file) as it:
         a, b, s, f = map(int, it.hear())
         maps = procfs.read_maps(it.pid)
-        assert procfs.file_mappings(it.pid) == [one for one in maps if one.inode]
+        reader = procfs.MapsReader()
+        assert reader.read(it.pid) == maps and reader.read(it.pid) == maps
         assert [m.start for m in maps] == sorted(m.start for m in maps)
 
         def at(address):
@@ -195,7 +196,7 @@ def test_a_process_that_is_gone_is_not_found():
     assert not procfs.exists(gone)
     for ask in (
         procfs.read_maps,
-        procfs.file_mappings,
+        procfs.MapsReader().read,
         procfs.status,
         procfs.tree,
         procfs.descriptors,

@@ -7,6 +7,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import msgspec
 import numpy as np
@@ -207,6 +208,9 @@ def _mixed(
     return out
 
 
+_bounds = attrgetter("start", "length", "origin")
+
+
 def inherit_origins(regions: Sequence[Region], parent: Sequence[Region]) -> list[Region]:
     """Give each region the cell grid of the parent's region that it overlaps most, so that a region
     which grew or merged keeps its cells.
@@ -217,9 +221,15 @@ def inherit_origins(regions: Sequence[Region], parent: Sequence[Region]) -> list
         return list(regions)
     starts = [before.start for before in parent]
     ends = [before.start + before.length for before in parent]
+    origins = {bounds[:2]: bounds[2] for bounds in map(_bounds, parent)}
     out = []
     for region in regions:
-        low, high = region.start, region.start + region.length
+        low, length, own = _bounds(region)
+        known = origins.get((low, length), -1)
+        if 0 <= known <= low < known + _NODE_BYTES:  # as nearly always: it has not changed
+            out.append(region if known == own else msgspec.structs.replace(region, origin=known))
+            continue
+        high = low + length
         over = range(bisect_right(ends, low), bisect_left(starts, high))
         if not over:
             out.append(region)

@@ -17,15 +17,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from icecore.dumper.memory.cells import CellPlan, plan_cells
+from icecore.dumper.memory.cells import EXTENT, CellPlan, plan_cells
 from icecore.dumper.memory.forked import fork_sources, with_forked
 from icecore.dumper.memory.frames import SharedFrames
 from icecore.dumper.memory.grid import grid
@@ -44,6 +47,8 @@ from icecore.dumper.memory.shared import SharedMemory
 from icecore.dumper.memory.spaces import ScanContext, Scanned
 from icecore.dumper.observe.asynchronous_io import has_ring
 from icecore.dumper.observe.files import tree_pids
+from icecore.dumper.observe.standing import Standing, observe
+from icecore.dumper.options import DumpOptions
 from icecore.errors import NotFound
 from icecore.events import Sink, phase
 from icecore.host.kernel import procfs
@@ -67,6 +72,7 @@ class Early:
         threads: The threads that were held then, by host pid.
         present: Image id → the process's memory that is not executable, as it was then.
         processes: Image id → cells that were read.
+        standing: What /proc told of the tree.
         sharing: Image id → whether the process shares pages with others, of those that were read.
         shared: Key of a shared memory object or file → its pages (EXTENT records), and cells that were
             read.
@@ -75,6 +81,7 @@ class Early:
     threads: Mapping[int, Sequence[int]]
     present: Mapping[int, Present]
     processes: Mapping[int, Scanned]
+    standing: Standing
     shared: Mapping[str, tuple[npt.NDArray[np.void], Scanned]] = field(default_factory=dict)
     sharing: Mapping[int, bool] = field(default_factory=dict)
 
@@ -111,6 +118,8 @@ class EarlyScan:
         copied: What pre-copy learnt, by image id.
         device: Host pid → where device memory lies in the process's memory.
         shared: The tree's shared memory, and files that it has open for writing.
+        options: Say what is stored of its files.
+        maps: Reads its mappings.
         emit: Gets the phase ``dump.early``.
     """
 
@@ -122,6 +131,8 @@ class EarlyScan:
         copied: Mapping[int, PreCopied],
         device: Mapping[int, Sequence[tuple[int, int]]],
         shared: Sequence[SharedMemory],
+        options: DumpOptions,
+        maps: procfs.MapsReader,
         context: ScanContext,
         emit: Sink,
     ) -> None:
@@ -131,6 +142,8 @@ class EarlyScan:
         self._copied = copied
         self._device = device
         self._shared = shared
+        self._options = options
+        self._maps = maps
         self._context = context
         self._emit = emit
         self._over = threading.Event()
@@ -182,8 +195,9 @@ class EarlyScan:
         """Wait until the whole tree is held and return its threads by host pid; None: CRIU was done
         before.
         """
+        tree = HeldTree(self._root)
         while not self._over.is_set():
-            if (self._images / ALL_STOPPED).exists() and (held := held_threads(self._root)):
+            if (self._images / ALL_STOPPED).exists() and (held := tree.threads()):
                 return held
             time.sleep(_POLL_SECONDS)
         return None
@@ -198,18 +212,11 @@ class EarlyScan:
         order = {image: number for number, image in enumerate(sorted(images[pid] for pid in held))}
         own: dict[int, _Own] = {}
         with phase(self._emit, "dump.early") as running:
-            for pid in held:
+            for pid, regions, extents in self._look(held):
                 image = images[pid]
-                mappings = procfs.read_maps(pid)
-                if has_ring(mappings):
+                if regions is None:
                     rings = True
                     continue
-                regions = [
-                    region
-                    for region in private_regions(mappings)
-                    if not region.protection & procfs.PROT_EXEC
-                ]
-                extents = present_extents(pid, ranges_of(regions), self._context.threads)
                 present[image] = regions, extents
                 if int(extents["pages"].sum()) * PAGE >= _LEAST_BYTES:
                     stream = order[image] % self._context.streams
@@ -230,7 +237,29 @@ class EarlyScan:
                     shared[key] = extents, scanned
                     running.bytes += scanned.plan.bytes
         sharing = {one.image: one.shared for one in own.values()}
-        return Early(held, present, found, shared, sharing)
+        standing = observe(self._root, self._options, self._maps)
+        return Early(held, present, found, standing, shared, sharing)
+
+    def _look(
+        self, pids: Collection[int]
+    ) -> Iterator[tuple[int, list[Region] | None, npt.NDArray[np.void]]]:
+        """Yield each process's memory that may be read now, and the pages in it that hold something
+        (EXTENT records); None: a ring for asynchronous I/O may change its memory.
+        """
+        with _shared_out(len(pids), self._context.threads) as (pool, threads):
+
+            def look(pid: int) -> tuple[int, list[Region] | None, npt.NDArray[np.void]]:
+                mappings = self._maps.read(pid)
+                if has_ring(mappings):
+                    return pid, None, np.empty(0, EXTENT)
+                regions = [
+                    region
+                    for region in private_regions(mappings)
+                    if not region.protection & procfs.PROT_EXEC
+                ]
+                return pid, regions, present_extents(pid, ranges_of(regions), threads)
+
+            yield from pool(look, pids)
 
     def _plan(
         self,
@@ -254,9 +283,12 @@ class EarlyScan:
         """
         plans = {pid: one.plan for pid, one in own.items() if one.shared}
         context = self._context
-        shared = SharedFrames(plans, fork_sources(list(plans)), context.threads, context.stop)
+        sources = fork_sources(list(plans))
+        shared = SharedFrames(plans, sources, context.threads, context.stop)
         scanned: dict[int, Scanned] = {}
-        for pid, one in own.items():
+
+        def scan(pid: int, threads: int) -> tuple[_Own, Scanned, int]:
+            one = own[pid]
             read, size = None, 0
             if len(one.known.key) and (found := shared.of(pid)) is not None:
                 source, here, there = found
@@ -265,7 +297,7 @@ class EarlyScan:
                 read = ReadElsewhere(here[same], fingerprint[same])
                 size = int(one.plan.length[read.row].sum())
             with RemoteReader(pid, shared=one.shared) as reader:
-                scanned[pid] = context.scan(
+                result = context.scan(
                     reader,
                     one.stream,
                     one.plan,
@@ -273,31 +305,68 @@ class EarlyScan:
                     one.known,
                     read,
                     shared.shared(pid),
+                    threads,
                 )
-            yield one, scanned[pid], size
+            return one, result, size
+
+        # What others may be forks of comes first; the others do not depend on each other.
+        first = [pid for pid in own if pid in sources.values()]
+        for pid in first:
+            result = scan(pid, context.threads)
+            scanned[pid] = result[1]
+            yield result
+        rest = [pid for pid in own if pid not in scanned]
+        with _shared_out(len(rest), context.threads) as (pool, threads):
+            yield from pool(lambda pid: scan(pid, threads), rest)
 
 
-def held_threads(root: int) -> dict[int, list[int]]:
-    """Return the threads of a tree by host pid if one tracer holds all of them and nothing changed
-    during the check; else nothing.
+@contextmanager
+def _shared_out(count: int, threads: int) -> Iterator[tuple[Any, int]]:
+    """Share threads out among processes: if there are enough of them, each gets one thread, and as
+    many processes as there are threads are worked on at once; else one after the other gets all.
+
+    Yields:
+        A function like `map`, and the number of threads for each process.
     """
-    first = _held(root)
-    return first if first and _held(root) == first else {}
+    if threads < 2 or count < threads:
+        yield map, threads
+        return
+    with ThreadPoolExecutor(threads, "early") as pool:
+        yield pool.map, 1
 
 
-def _held(root: int) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    tracers: set[int] = set()
-    try:
-        for pid in procfs.tree(root):
-            if procfs.is_zombie(pid):
-                continue
-            found[pid] = procfs.threads(pid)
-            for thread in found[pid]:
-                status = procfs.status(thread)
-                if not status.stopped or not status.tracer:
-                    return {}
-                tracers.add(status.tracer)
-    except NotFound:
-        return {}
-    return found if len(tracers) == 1 else {}
+class HeldTree:
+    """Finds out when one tracer holds every thread of a tree.
+
+    Each thread must be seen stopped once. After that, only its tracer can let it run: CRIU has one
+    after the other execute its own code, so in a large tree they are rarely all stopped at once.
+
+    Args:
+        root: Host pid of the tree's root.
+    """
+
+    def __init__(self, root: int) -> None:
+        self._root = root
+        self._tracers: dict[int, int] = {}
+
+    def threads(self) -> dict[int, list[int]]:
+        """Return the threads by host pid if all of them are held and the tree did not change
+        meanwhile; else nothing. May be called again and again.
+        """
+        try:
+            found = self._members()
+            threads = [thread for own in found.values() for thread in own]
+            for thread in threads:
+                if thread not in self._tracers:
+                    tracer = procfs.tracer_in_stop(thread)
+                    if not tracer:
+                        return {}
+                    self._tracers[thread] = tracer
+            held = len({self._tracers[thread] for thread in threads}) == 1
+            return found if held and self._members() == found else {}
+        except NotFound:
+            return {}
+
+    def _members(self) -> dict[int, list[int]]:
+        pids = [pid for pid in procfs.tree(self._root) if not procfs.is_zombie(pid)]
+        return {pid: procfs.threads(pid) for pid in pids}

@@ -4,6 +4,7 @@ pages lie.
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -173,6 +174,7 @@ def read_regions(directory: Path, number: int) -> list[Region]:
     ]
 
 
+@functools.lru_cache(64)
 def _kind(flags: int, status: int) -> str:
     if status & VMA_STACK or flags & _GROWS_DOWN:
         return "stack"

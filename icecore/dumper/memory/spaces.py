@@ -48,11 +48,13 @@ class ScanContext:
         known: KnownCells,
         read: ReadElsewhere | None = None,
         by_file: npt.NDArray[np.uint8] | None = None,
+        threads: int = 0,
     ) -> Scanned:
         """Read the cells of a plan, and hand those that are not known to the pipeline.
 
         Args:
             read, by_file: As for `icecore.dumper.memory.scan.scan`.
+            threads: Number of threads that read; 0: all that this dump has.
         """
         sink = self.pipeline.space(stream, plan, regions, known)
         result = scan(
@@ -61,7 +63,7 @@ class ScanContext:
             known,
             seed=self.seed,
             staging=self.staging,
-            threads=self.threads,
+            threads=threads or self.threads,
             keep=sink.keep,
             stop=self.stop,
             advance=self.advance,

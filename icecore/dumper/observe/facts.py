@@ -57,18 +57,21 @@ def describe_namespaces(pid: int) -> Namespaces:
     )
 
 
-def listening_ports(pids: Iterable[int]) -> list[str]:
-    """Return the addresses on which the processes listen for TCP, as ``address:port``.
+def listening_ports(opened: Mapping[int, Sequence[procfs.Descriptor]]) -> list[str]:
+    """Return the addresses on which processes listen for TCP, as ``address:port``.
 
     The kernel walks all its connections each time the table is read, so read it once for each
     network namespace, and only for processes that have such sockets.
+
+    Args:
+        opened: The descriptors of each process.
     """
     owners: dict[int, tuple[int, set[int]]] = {}
-    for pid in pids:
+    for pid, descriptors in opened.items():
         try:
             inodes = {
                 s.inode
-                for s in sockets_of(pid, procfs.descriptors(pid))
+                for s in sockets_of(pid, descriptors)
                 if s.protocol in ("TCP", "TCPv6")
             }
             network = procfs.namespaces(pid).get("net", 0) if inodes else 0

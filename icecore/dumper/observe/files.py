@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import os
 import stat
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from icecore.dumper.options import DumpOptions
@@ -64,19 +64,37 @@ class FoundFile:
         return self.about.device, self.about.inode
 
 
-def find_files(pids: Iterable[int], options: DumpOptions) -> list[FoundFile]:
-    """Find every regular file that the processes have open or mapped, once per inode, sorted by
-    path. Pseudo files and devices are left out.
+@dataclass(frozen=True)
+class Opened:
+    """What a process has open and mapped."""
+
+    descriptors: Sequence[procfs.Descriptor]
+    mappings: Sequence[procfs.Mapping]
+
+
+def read_opened(pids: Iterable[int], maps: procfs.MapsReader) -> dict[int, Opened]:
+    """Read what processes have open and mapped. Processes that have ended are left out."""
+    found = {}
+    for pid in pids:
+        with suppress(NotFound):
+            found[pid] = Opened(procfs.descriptors(pid), maps.read(pid))
+    return found
+
+
+def find_files(
+    opened: Mapping[int, Opened], options: DumpOptions, looked_ns: int
+) -> list[FoundFile]:
+    """Find every regular file that processes have open or mapped, once per inode, sorted by path.
+    Pseudo files and devices are left out.
+
+    Args:
+        opened: What was read of each process.
+        looked_ns: A time before the first of it was read, ns since the epoch.
     """
     found: dict[tuple[int, int], FoundFile] = {}
     direct: set[tuple[int, int]] = set()
-    looked_ns = time.time_ns()
-    for pid in pids:
-        try:
-            descriptors, mappings = procfs.descriptors(pid), procfs.file_mappings(pid)
-        except NotFound:
-            continue  # it has ended, which happens only before the window
-        for descriptor in descriptors:
+    for pid, own in opened.items():
+        for descriptor in own.descriptors:
             if not stat.S_ISREG(descriptor.mode) or not descriptor.target.startswith("/"):
                 continue
             writable = (descriptor.flags & os.O_ACCMODE) != os.O_RDONLY
@@ -91,8 +109,8 @@ def find_files(pids: Iterable[int], options: DumpOptions) -> list[FoundFile]:
                 options,
                 looked_ns,
             )
-        for mapping in mappings:
-            if not mapping.path.startswith("/"):
+        for mapping in own.mappings:
+            if not mapping.inode or not mapping.path.startswith("/"):
                 continue
             reach = f"/proc/{pid}/map_files/{mapping.start:x}-{mapping.end:x}"
             key = (os.makedev(*mapping.device), mapping.inode)

@@ -7,10 +7,11 @@ from __future__ import annotations
 import os
 import re
 import stat
+import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from icecore.dumper.observe.files import FoundFile, find_files
+from icecore.dumper.observe.files import FoundFile, Opened, find_files
 from icecore.dumper.observe.gpus import GpuInspection, inspect_gpus
 from icecore.dumper.observe.resident_inspection import ResidentInspection, inspect_resident
 from icecore.dumper.observe.sockets import Socket, sockets_of
@@ -70,6 +71,7 @@ class Inspection:
         resident: Those of them with resident device memory; None: none.
         run: How `icecore run` started the job; None: it did not. A cure must not be to do what was
             done.
+        maps: Has read the mappings of the tree, so it reads them again quickly.
     """
 
     root: int
@@ -84,6 +86,7 @@ class Inspection:
     gpus: GpuInspection | None = None
     resident: ResidentInspection | None = None
     run: RunRecord | None = None
+    maps: procfs.MapsReader = field(default_factory=procfs.MapsReader)
 
     @property
     def pids(self) -> list[int]:
@@ -111,10 +114,10 @@ def inspect_tree(
     Raises:
         NotFound: The process has ended.
     """
-    processes = []
+    processes, maps, looked_ns = [], procfs.MapsReader(), time.time_ns()
     for member in procfs.tree(pid):
         try:
-            processes.append(_process(member))
+            processes.append(_process(member, maps))
         except (NotFound, FileNotFoundError, ProcessLookupError):
             if member == pid:
                 raise NotFound(f"there is no process {pid}") from None
@@ -128,7 +131,11 @@ def inspect_tree(
     return Inspection(
         root=pid,
         processes=processes,
-        files=find_files([p.pid for p in processes if not p.status.zombie], options),
+        files=find_files(
+            {p.pid: Opened(p.descriptors, p.mappings) for p in processes if not p.status.zombie},
+            options,
+            looked_ns,
+        ),
         private_bytes=sum(p.private_bytes for p in processes),
         copied_bytes=sum(p.copied_bytes for p in processes) + _shared_bytes(processes),
         workdir_free=limits.free_space(workdir),
@@ -138,10 +145,11 @@ def inspect_tree(
         gpus=gpus,
         resident=resident,
         run=run,
+        maps=maps,
     )
 
 
-def _process(pid: int) -> ProcessInspection:
+def _process(pid: int, maps: procfs.MapsReader) -> ProcessInspection:
     status = procfs.status(pid)
     if status.zombie:
         return ProcessInspection(pid, status, [], [])
@@ -154,7 +162,7 @@ def _process(pid: int) -> ProcessInspection:
     return ProcessInspection(
         pid,
         status,
-        procfs.read_maps(pid),
+        maps.read(pid),
         descriptors,
         private_bytes=sizes.get("RssAnon", 0),
         copied_bytes=sizes.get("VmLck", 0) + sizes.get("HugetlbPages", 0),

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +57,7 @@ class UnixSocket:
     named: bool
 
 
-def sockets_of(pid: int, descriptors: list[procfs.Descriptor]) -> list[Socket]:
+def sockets_of(pid: int, descriptors: Sequence[procfs.Descriptor]) -> list[Socket]:
     """Return the sockets among a process's descriptors."""
     found = []
     for descriptor in descriptors:

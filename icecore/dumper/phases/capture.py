@@ -82,7 +82,7 @@ def _let_run(ready: Ready, tree: Captured, running: Phase) -> None:
     window.thaw()
     if devices is not None:
         devices.go()
-    window.thawed(list(tree.pids))
+    window.thawed(list(tree.standing.pids))
     if devices is not None:
         devices.give_back()
         window.over()

@@ -73,7 +73,7 @@ def commit(
         deaths.forget()
         if target.directory:
             note_end(Path(target.directory), snapshot)
-        ready.window.kill(list(result.tree.pids))
+        ready.window.kill(list(result.tree.standing.pids))
         if devices is not None:
             devices.gone(keep_resident=options.keep_resident)
     copied = [
@@ -87,7 +87,7 @@ def commit(
 
 def _require_running(tree: Captured) -> None:
     """Require that every process runs; CRIU's word for it is not enough."""
-    stuck = wait_running(list(tree.pids), _RUNNING_SECONDS)
+    stuck = wait_running(list(tree.standing.pids), _RUNNING_SECONDS)
     if stuck:
         raise DumpFailed(
             f"{len(stuck)} processes still stand still after the window: {stuck[:5]}",
@@ -131,20 +131,20 @@ def _manifest(
         job=target.job,
         lineage=ready.storing.lineage,
         parent=ready.storing.parent_id,
-        created_ns=tree.at_ns,
+        created_ns=tree.standing.at_ns,
         host=host_name(),
         writer=f"icecore dump, criu {'.'.join(map(str, request.criu.version))}",
-        root_pid=tree.pids[target.pid],
-        processes=tree.processes,
+        root_pid=tree.standing.pids[target.pid],
+        processes=tree.standing.processes,
         spaces=stored.spaces,
         files=tree.files,
         requirements=describe_requirements(
             request.criu.version,
-            tree.ids,
-            tree.ports,
+            tree.standing.ids,
+            tree.standing.ports,
             devices.requirements() if devices else [],
         ),
-        namespaces=tree.namespaces,
+        namespaces=tree.standing.namespaces,
         criu_options=_restore_options(request, accepted),
         tags=list(options.tags),
         pinned=options.pinned,
@@ -155,8 +155,8 @@ def _manifest(
         extra={
             **encode_records(
                 run=recorded_run(target.record, result.log_starts) if target.record else None,
-                gpus=devices.describe(tree.pids) if devices else None,
-                resident=devices.describe_resident(tree.pids) if devices else None,
+                gpus=devices.describe(tree.standing.pids) if devices else None,
+                resident=devices.describe_resident(tree.standing.pids) if devices else None,
             ),
             KEY: encode_surroundings(tree.surroundings),
             **encode_data(ready.data.summaries if ready.data is not None else []),

@@ -105,6 +105,8 @@ def freeze(request: Request, accepted: Accepted, ready: Ready, running: Phase) -
         ready.copied,
         device,
         (ready.shared, ready.files),
+        request.options,
+        accepted.found.maps,
         ready.storing.context,
         request.emit,
     ) as early:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from icecore.dumper.memory.early import ALL_STOPPED
 from icecore.dumper.memory.open_files import OpenFiles, open_files
 from icecore.dumper.memory.precopy import PreCopied
 from icecore.dumper.memory.shared import SharedMemory, open_shared
-from icecore.dumper.observe.files import FoundFile, find_files, tree_pids
+from icecore.dumper.observe.files import FoundFile, find_files, read_opened, tree_pids
 from icecore.dumper.observe.inspection import Inspection
 from icecore.dumper.phases.ahead import PRE_COPY_STAGING, look_ahead, pre_copy, reserve
 from icecore.dumper.phases.preflight import Accepted
@@ -206,7 +207,9 @@ def _data(request: Request, storing: Storing, stack: ExitStack) -> DataDirectori
 
 def _open_files(request: Request) -> list[FoundFile]:
     """Return the files that the tree has open now."""
-    return find_files(tree_pids(request.target.pid), request.options)
+    looked_ns = time.time_ns()
+    opened = read_opened(tree_pids(request.target.pid), procfs.MapsReader())
+    return find_files(opened, request.options, looked_ns)
 
 
 def _window(request: Request, images: Path, guard: DumpGuard, storing: Storing) -> Window:

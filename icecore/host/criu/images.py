@@ -288,8 +288,14 @@ def load_mm(folder: Path, pid: int) -> AddressSpace:
         if (magic, kind) != (COMMON, MM) or size != len(data) - MM_HEAD:
             raise WireError("wrong magic or length")
         start, end, rest = [], [], bytearray()
-        at = MM_HEAD
+        at, one = MM_HEAD, MM_VMA << 3 | 2
         while at < len(data):
+            # Nearly all fields are VMAs, of less than 128 bytes.
+            if data[at] == one and at + 1 < len(data) and data[at + 1] <= min(127, len(data) - at - 2):
+                start.append(at + 2)
+                at += 2 + data[at + 1]
+                end.append(at)
+                continue
             begin = at
             key, at = read_varint(data, at)
             if key & 7 == 0:

@@ -260,6 +260,21 @@ def status(pid: int) -> Status:
     )
 
 
+def tracer_in_stop(thread: int) -> int:
+    """Return the tracer of a thread that is stopped; 0: it has none, or it is not stopped.
+
+    Raises:
+        NotFound: There is no such thread.
+    """
+    with _process(thread), open(f"/proc/{thread}/status", "rb") as file:
+        text = file.read()
+    state = text.find(b"\nState:\t") + 8  # a newline in the name is escaped
+    if text[state : state + 1] not in (b"t", b"T"):
+        return 0
+    at = text.find(b"\nTracerPid:\t", state) + 12
+    return int(text[at : text.find(b"\n", at)])
+
+
 def threads(pid: int) -> list[int]:
     """Return the thread ids of a process, ascending."""
     with _process(pid):
@@ -309,12 +324,8 @@ def tree(pid: int, *, attempts: int = 50) -> list[int]:
     )
 
 
-_MAPS_LINE, _FILE_LINE = (
-    re.compile(
-        rb"([0-9a-f]+)-([0-9a-f]+) ([r-])([w-])([x-])([sp]) ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) (%b) *([^\n]*)"
-        % inode
-    )
-    for inode in (rb"\d+", rb"[1-9]\d*")
+_MAPS_LINE = re.compile(
+    rb"(?m)^([0-9a-f]+)-([0-9a-f]+) ([r-])([w-])([x-])([sp]) ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) (\d+) *([^\n]*)"
 )
 
 
@@ -379,13 +390,31 @@ def read_maps(pid: int, *, vm_flags: bool = False) -> list[Mapping]:
     return [_exact(pid, mapping) for mapping in found if mapping.path != "[vsyscall]"]
 
 
-def file_mappings(pid: int) -> list[Mapping]:
-    """Return the mappings of a process that have an inode (files and shared memory), in address
-    order. A process may have a hundred thousand others.
+class MapsReader:
+    """Reads the mappings of several processes. A line that they have in common is parsed once: a
+    fork has nearly all lines of its parent.
     """
-    with _process(pid), open(f"/proc/{pid}/maps", "rb") as file:
-        lines = _FILE_LINE.findall(file.read())
-    return [_exact(pid, _mapping(fields, frozenset())) for fields in lines]
+
+    def __init__(self) -> None:
+        self._parsed: dict[bytes, Mapping | None] = {}
+
+    def read(self, pid: int) -> list[Mapping]:
+        """Return the same as `read_maps`.
+
+        Raises:
+            NotFound: There is no such process.
+        """
+        with _process(pid), open(f"/proc/{pid}/maps", "rb") as file:
+            lines = file.read().split(b"\n")
+        found = []
+        for line in lines:
+            try:
+                mapping = self._parsed[line]
+            except KeyError:
+                mapping = self._parsed[line] = next(iter(parse_maps(line)), None)
+            if mapping is not None and mapping.path != "[vsyscall]":
+                found.append(_exact(pid, mapping))
+        return found
 
 
 def parse_maps(text: bytes) -> list[Mapping]:
