@@ -6,18 +6,22 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
 import pytest
 
 from icecore.dumper.dump import DumpResult
-from icecore.dumper.memory.early import Early, EarlyScan, HeldTree
+from icecore.dumper.memory.early import Early, EarlyScan, HeldTree, share_out
+from icecore.dumper.observe.standing import observe
 from icecore.dumper.options import DumpOptions
 from icecore.errors import DumpFailed, WindowExceeded
 from icecore.events import Event
-from icecore.host.kernel import procfs
+from icecore.host.kernel import procfs, ptrace
 from icecore.sizes import PAGE
+from tests.host.target import eventually
 from tests.programs import driving
 
 from .conftest import Start
@@ -29,6 +33,7 @@ pytestmark = pytest.mark.criu
 
 _MIB = 1 << 20
 _TRIES = 10
+_SEIZE = 0x4206  # PTRACE_SEIZE
 
 
 def watching(root: int) -> tuple[Stillness, Events]:
@@ -104,9 +109,53 @@ def test_with_a_ring_for_asynchronous_io_nothing_is_read_early(
 
 def test_what_was_read_of_other_threads_does_not_count(job: Job) -> None:
     threads = {pid: procfs.threads(pid) for pid in procfs.tree(job.pid)}
-    assert Early(threads, {}, {}).holds()
-    assert not Early({**threads, job.pid: [*threads[job.pid], 1 << 22]}, {}, {}).holds()
-    assert not Early({1 << 22: [1 << 22]}, {}, {}).holds()
+    seen = observe(job.pid, DumpOptions(), procfs.MapsReader())
+    assert Early(threads, {}, {}, seen).holds()
+    assert not Early({**threads, job.pid: [*threads[job.pid], 1 << 22]}, {}, {}, seen).holds()
+    assert not Early({1 << 22: [1 << 22]}, {}, {}, seen).holds()
+
+
+def test_a_thread_that_its_tracer_lets_run_is_held() -> None:
+    """CRIU runs code of its own in one process after the other."""
+    code = (
+        "import os, time; pid = os.fork(); print(pid, flush=True) if pid else None; time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as root:
+        assert root.stdout is not None
+        pids = [root.pid, int(root.stdout.readline())]
+        tree = HeldTree(root.pid)
+        try:
+            for pid in pids:
+                assert ptrace.request(_SEIZE, pid)
+            assert ptrace.interrupt(pids[1]) and ptrace.wait(pids[1], block=True)
+            assert tree.threads() == {}, "the root runs"
+            assert ptrace.interrupt(pids[0]) and ptrace.wait(pids[0], block=True)
+            assert ptrace.request(ptrace.CONT, pids[1])
+            eventually(lambda: not procfs.status(pids[1]).stopped)
+            assert HeldTree(root.pid).threads() == {}, "it was not seen stopped"
+            assert tree.threads() == {pid: [pid] for pid in pids}
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_what_only_criu_had_open_in_a_process_is_none_of_its_files(puppet: Puppet) -> None:
+    puppet.do("kept, log = open('kept', 'w'), open('log', 'w')")
+    seen = observe(puppet.pid, DumpOptions(), procfs.MapsReader())
+    names = {"kept", "log"}
+    assert names <= {os.path.basename(file.about.path) for file in seen.files}
+    puppet.do("log.close()")
+    assert names & {os.path.basename(f.about.path) for f in seen.own_files()} == {"kept"}
+
+
+def test_threads_are_shared_out_by_size() -> None:
+    def shares(sizes: dict[int, int]) -> dict[int, int]:
+        return dict(share_out(lambda pid, threads: (pid, threads), sizes, 4))
+
+    assert shares({}) == {}
+    assert shares({1: 0, 2: 5 << 30}) == {1: 4, 2: 4}
+    assert shares(dict.fromkeys(range(8), 1 << 20)) == dict.fromkeys(range(8), 1)
+    assert shares({1: 9, 2: 1, 3: 1, 4: 9, 5: 1}) == {1: 4, 2: 1, 3: 1, 4: 4, 5: 1}
 
 
 def test_a_tree_that_runs_or_was_stopped_by_somebody_else_is_not_held(job: Job) -> None:

@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +54,8 @@ from icecore.host.kernel import procfs
 from icecore.host.kernel.memory import RemoteReader
 from icecore.sizes import PAGE
 from icecore.store.format.manifest import Region
+
+_T = TypeVar("_T")
 
 _POLL_SECONDS = 0.001
 #: Least private memory of a process for which the early scan pays off.
@@ -246,20 +247,20 @@ class EarlyScan:
         """Yield each process's memory that may be read now, and the pages in it that hold something
         (EXTENT records); None: a ring for asynchronous I/O may change its memory.
         """
-        with _shared_out(len(pids), self._context.threads) as (pool, threads):
 
-            def look(pid: int) -> tuple[int, list[Region] | None, npt.NDArray[np.void]]:
-                mappings = self._maps.read(pid)
-                if has_ring(mappings):
-                    return pid, None, np.empty(0, EXTENT)
-                regions = [
-                    region
-                    for region in private_regions(mappings)
-                    if not region.protection & procfs.PROT_EXEC
-                ]
-                return pid, regions, present_extents(pid, ranges_of(regions), threads)
+        def look(pid: int, threads: int) -> tuple[int, list[Region] | None, npt.NDArray[np.void]]:
+            mappings = self._maps.read(pid)
+            if has_ring(mappings):
+                return pid, None, np.empty(0, EXTENT)
+            regions = [
+                region
+                for region in private_regions(mappings)
+                if not region.protection & procfs.PROT_EXEC
+            ]
+            return pid, regions, present_extents(pid, ranges_of(regions), threads)
 
-            yield from pool(look, pids)
+        sizes = {pid: procfs.resident_bytes(pid) for pid in pids}
+        yield from share_out(look, sizes, self._context.threads)
 
     def _plan(
         self,
@@ -315,24 +316,33 @@ class EarlyScan:
             result = scan(pid, context.threads)
             scanned[pid] = result[1]
             yield result
-        rest = [pid for pid in own if pid not in scanned]
-        with _shared_out(len(rest), context.threads) as (pool, threads):
-            yield from pool(lambda pid: scan(pid, threads), rest)
+        rest = {pid: one.plan.bytes for pid, one in own.items() if pid not in scanned}
+        yield from share_out(scan, rest, context.threads)
 
 
-@contextmanager
-def _shared_out(count: int, threads: int) -> Iterator[tuple[Any, int]]:
-    """Share threads out among processes: if there are enough of them, each gets one thread, and as
-    many processes as there are threads are worked on at once; else one after the other gets all.
+def share_out(
+    work: Callable[[int, int], _T], sizes: Mapping[int, int], threads: int
+) -> Iterator[_T]:
+    """Do something for each process, with all threads: a process with more than an equal share of
+    the work gets all of them, the others get one each.
+
+    Args:
+        work: Called with a process and a number of threads.
+        sizes: Pid → how much work it is.
 
     Yields:
-        A function like `map`, and the number of threads for each process.
+        What ``work`` returned.
     """
-    if threads < 2 or count < threads:
-        yield map, threads
-        return
-    with ThreadPoolExecutor(threads, "early") as pool:
-        yield pool.map, 1
+    most = sum(sizes.values()) / max(1, threads)
+    small = [pid for pid, size in sizes.items() if size <= most]
+    if len(small) < 2:
+        small = []
+    for pid in sizes:
+        if pid not in small:
+            yield work(pid, threads)
+    if small:
+        with ThreadPoolExecutor(min(threads, len(small)), "early") as pool:
+            yield from pool.map(lambda pid: work(pid, 1), small)
 
 
 class HeldTree:
@@ -357,12 +367,10 @@ class HeldTree:
             found = self._members()
             threads = [thread for own in found.values() for thread in own]
             for thread in threads:
-                if thread not in self._tracers:
-                    tracer = procfs.tracer_in_stop(thread)
-                    if not tracer:
-                        return {}
+                if thread not in self._tracers and (tracer := procfs.tracer_in_stop(thread)):
                     self._tracers[thread] = tracer
-            held = len({self._tracers[thread] for thread in threads}) == 1
+            tracers = {self._tracers.get(thread, 0) for thread in threads}
+            held = len(tracers) == 1 and 0 not in tracers
             return found if held and self._members() == found else {}
         except NotFound:
             return {}

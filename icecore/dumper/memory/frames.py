@@ -133,8 +133,9 @@ class SharedFrames:
         self._still: dict[int, npt.NDArray[np.bool_]] = {}
         for pid in [pid for pid in plans if pid in self._frames]:
             self._read(pid)  # one after the other: a source may have a source
-        with ThreadPoolExecutor(max(1, min(threads, _MOST_THREADS)), "frames") as pool:
-            list(pool.map(self._read, [pid for pid in plans if pid not in self._frames]))
+        if others := [pid for pid in plans if pid not in self._frames]:
+            with ThreadPoolExecutor(max(1, min(threads, _MOST_THREADS)), "frames") as pool:
+                list(pool.map(self._read, others))
 
     def _read(self, pid: int) -> None:
         if self._stop.is_set():

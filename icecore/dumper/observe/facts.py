@@ -70,9 +70,7 @@ def listening_ports(opened: Mapping[int, Sequence[procfs.Descriptor]]) -> list[s
     for pid, descriptors in opened.items():
         try:
             inodes = {
-                s.inode
-                for s in sockets_of(pid, descriptors)
-                if s.protocol in ("TCP", "TCPv6")
+                s.inode for s in sockets_of(pid, descriptors) if s.protocol in ("TCP", "TCPv6")
             }
             network = procfs.namespaces(pid).get("net", 0) if inodes else 0
         except NotFound:

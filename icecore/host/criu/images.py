@@ -291,7 +291,11 @@ def load_mm(folder: Path, pid: int) -> AddressSpace:
         at, one = MM_HEAD, MM_VMA << 3 | 2
         while at < len(data):
             # Nearly all fields are VMAs, of less than 128 bytes.
-            if data[at] == one and at + 1 < len(data) and data[at + 1] <= min(127, len(data) - at - 2):
+            if (
+                data[at] == one
+                and at + 1 < len(data)
+                and data[at + 1] <= min(127, len(data) - at - 2)
+            ):
                 start.append(at + 2)
                 at += 2 + data[at + 1]
                 end.append(at)

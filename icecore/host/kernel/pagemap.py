@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
+import itertools
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from icecore.errors import NotFound
-from icecore.host.kernel import libc
+from icecore.host.kernel import libc, procfs
 from icecore.sizes import PAGE
 
 PRESENT = np.uint64(1 << 63)
@@ -243,7 +244,7 @@ def contents_of(pid: int, ranges: Sequence[tuple[int, int]], threads: int) -> np
     """
     if not scan_supported():
         pieces = ranges
-    elif threads < 2 or _resident_bytes(pid) < _SEVERAL:
+    elif threads < 2 or procfs.resident_bytes(pid) < _SEVERAL:
         threads, pieces = 1, _spans(ranges)
     else:
         pieces = _pieces(ranges)
@@ -254,15 +255,6 @@ def contents_of(pid: int, ranges: Sequence[tuple[int, int]], threads: int) -> np
             with ThreadPoolExecutor(min(threads, len(pieces)), thread_name_prefix="pages") as pool:
                 parts = list(pool.map(lambda piece: pagemap.contents(*piece), pieces))
     return _joined(np.concatenate([*parts, np.empty(0, PAGE_RUN)]))
-
-
-def _resident_bytes(pid: int) -> int:
-    """Return about how much memory a process has; 0 if it is gone."""
-    try:
-        with open(f"/proc/{pid}/statm", "rb") as file:
-            return int(file.read().split()[1]) * PAGE
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
 
 
 def _spans(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -285,7 +277,7 @@ def _pieces(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     pieces: list[tuple[int, int]] = []
     for start, end in spans:
         edges = [*range(start, end, most), end]
-        pieces += zip(edges, edges[1:], strict=False)
+        pieces += itertools.pairwise(edges)
     return pieces
 
 

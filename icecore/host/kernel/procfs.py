@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from icecore.errors import IcecoreError, NotFound
+from icecore.sizes import PAGE
 
 PROT_READ, PROT_WRITE, PROT_EXEC = 1, 2, 4
 MAP_SHARED, MAP_PRIVATE = 1, 2
@@ -258,6 +259,15 @@ def status(pid: int) -> Status:
         start_time=int(stat[19]),
         kernel_thread=bool(int(stat[6]) & _PF_KTHREAD),
     )
+
+
+def resident_bytes(pid: int) -> int:
+    """Return about how much memory a process has in RAM; 0 if there is no such process."""
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            return int(file.read().split()[1]) * PAGE
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
 
 
 def tracer_in_stop(thread: int) -> int:
