@@ -70,9 +70,9 @@ def add(commands: Commands) -> None:
     )
     setting(
         "encoders",
-        "processes that encode in place of threads",
+        "processes that encode in place of threads, if the repository is a directory",
         "--encoders",
-        default="none on small machines and for small jobs",
+        default="five for every eight cores, at most 16; none with fewer than five cores or for small dumps",
     )
     setting(
         "background_cpu",

@@ -41,11 +41,12 @@ class DumpOptions:
         tcp: Old name of ``connections``; empty: not given.
         tags: Free tags of the snapshot.
         pinned: Never forget this snapshot by policy.
-        encoders: Processes that encode in place of threads, if the repository is a directory. 0: five
-            for each eight cores, up to 16, on machines with five cores or more, once half a
-            gigabyte is stored and more is waiting.
-        scan_threads: Number of scan threads and of encoding threads. 0: one per core, up to twelve
-            (eight, if scanning needs the interpreter) and four.
+        encoders: Number of processes that encode in place of threads, if the repository is a
+            directory. 0: five for every eight cores, up to 16, on machines with five cores or more,
+            once half a gigabyte is stored and more cells are waiting.
+        scan_threads: Number of scan threads, and of encoding threads. 0: one scan thread per core,
+            up to twelve (eight, if scanning needs the interpreter), and up to four encoding threads.
+            With another number, there are no encoders unless ``encoders`` is set.
         background_cpu: Share of the cores that scanning and storing may use while the job runs, at
             least 0.01. The bound does not apply to the window, nor to a dump with ``stop``. 0: as
             many cores as are idle when the dump begins, and at least an eighth of all.

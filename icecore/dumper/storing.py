@@ -51,8 +51,8 @@ class Storing:
         staging_bytes: Bound on staging, which never exceeds a third of the available memory.
         threads: Number of scan threads.
         encode_threads: Number of encoding threads.
-        encoders: Number of processes that encode in their place once there is much to store, if the
-            repository is a directory.
+        encoders: Number of processes that encode in place of these threads once there is much to
+            store, if the repository is a directory.
         eager: Start the encoders at once.
         link_rate: Bytes per second that codec trial optimises for; 0: the default.
         under: Session without which the snapshot is not committed; empty: none.

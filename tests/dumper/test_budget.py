@@ -198,7 +198,7 @@ def test_a_share_that_is_not_checked_is_at_least_a_hundredth() -> None:
     assert budget.cores == pytest.approx(0.01 * cpu.usable_cores())
 
 
-def test_an_encoder_whose_pause_fails_ends_the_dump_and_not_only_its_thread() -> None:
+def test_an_encoding_thread_whose_pause_fails_ends_the_dump_and_not_only_itself() -> None:
     class Failing(CpuBudget):
         def pause(self) -> None:
             raise OverflowError("as planned")

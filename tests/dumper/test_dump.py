@@ -121,7 +121,7 @@ def test_every_page_is_recorded(name: str, start: Start, store: Store) -> None:
 def test_every_page_is_recorded_by_encoders(
     start: Start, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pre-copy waits for them here, so that they encode whatever the machine is doing."""
+    """Each thread waits for an encoder here, so that encoders are used even on a busy machine."""
     find = Pipeline._find_encoder
 
     def wait_and_find(pipeline: Pipeline) -> Encoder | None:

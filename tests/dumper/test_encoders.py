@@ -1,5 +1,5 @@
-"""Encoders: processes that encode a dump's cells. They store what threads store, and nothing is lost
-with them.
+"""Encoders: processes that encode a dump's cells. Dumps with encoders store the same as dumps with
+threads only, and lose nothing if an encoder is lost.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WAIT = 60.0
 
 
 class Content:
-    """Memory of this process with data of all kinds: whole cells, cells with pages of zeros, and
+    """Memory of this process with all kinds of data: whole cells, cells with pages of zeros, and
     cells of a few pages.
     """
 
@@ -104,14 +104,14 @@ def storing(
 
 
 def begin(encoders: Encoders) -> None:
-    """Start them, and wait until all have begun."""
+    """Start the encoders, and wait until all have begun."""
     encoders.start()
     for encoder in encoders._all:
         encoder.wait_ready()
 
 
 def reported(place: Place) -> list[tuple[str, str]]:
-    """Return name and error of the events that report what went wrong."""
+    """Return name and error of all events that report an error."""
     return [(e.name, str(e.fields["error"])) for e in place.events if "error" in e.fields]
 
 
@@ -123,7 +123,7 @@ def commit(
 
 
 def check(place: Place, snapshot: str, content: Content) -> None:
-    """Compare what a snapshot holds with the memory, zero pages included."""
+    """Compare the content of a snapshot with the memory, including zero pages."""
     reader = place.reader(snapshot)
     (records,) = reader.records(reader.manifest.spaces[0])
     room = memoryview(bytearray(CELL_BYTES))
@@ -160,7 +160,8 @@ def test_encoders_store_what_threads_store(tmp_path: Path, encrypted: bool) -> N
         assert done.deltas >= 3 and done.reused_from["parent"] >= _CELLS // 2
         check(place, two, content)
         content.change(2)
-        # The parent's deltas are no bases: their own base, whose bitmap the encoders look up, is.
+        # A delta in the parent cannot be a base. Its own base is used, whose bitmap the encoders
+        # look up.
         with storing(place, two) as (writer, staging, pipeline, encoders):
             begin(encoders)
             last = content.store(pipeline, staging, content.known(again))
@@ -192,7 +193,7 @@ def test_an_encoder_that_ends_loses_nothing(tmp_path: Path) -> None:
         assert reported(place) == [("dump.encoder_lost", "an encoder process has ended")] * 2
 
 
-def test_one_that_ends_between_its_two_answers_loses_nothing(tmp_path: Path) -> None:
+def test_an_encoder_that_ends_between_its_two_answers_loses_nothing(tmp_path: Path) -> None:
     with local_place(tmp_path / "repository") as place:
         content = Content()
         with storing(place, count=1) as (writer, staging, pipeline, encoders):
@@ -237,7 +238,7 @@ def test_a_damaged_base_is_reported(tmp_path: Path) -> None:
         assert name == "store.base_damaged" and "do not match" in error
 
 
-def test_they_are_started_once_much_is_stored(
+def test_encoders_are_started_once_much_is_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with local_place(tmp_path / "repository") as place:
@@ -271,7 +272,7 @@ def test_an_encoder_that_hangs_costs_its_patience(
                 os.kill(pid, signal.SIGSTOP)
             records = content.store(pipeline, staging, KnownCells.none())
             snapshot = commit(place, writer, content, records)
-            for pid in pids:  # else the end would wait for them, and kill them
+            for pid in pids:  # otherwise leaving the context would wait for them, and kill them
                 os.kill(pid, signal.SIGCONT)
         check(place, snapshot, content)
         assert set(reported(place)) == {
@@ -279,7 +280,7 @@ def test_an_encoder_that_hangs_costs_its_patience(
         }
 
 
-def test_one_that_may_not_read_the_dumpers_memory(tmp_path: Path) -> None:
+def test_an_encoder_that_cannot_read_the_dumpers_memory(tmp_path: Path) -> None:
     with local_place(tmp_path / "repository") as place:
         content = Content()
         with storing(place, count=1) as (writer, staging, pipeline, encoders):
@@ -342,7 +343,9 @@ def test_places_come_back() -> None:
         places.take(1, check)
 
 
-def test_a_machine_without_room_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_room_for_encoders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object, **__: object) -> int:
         raise OSError(12, "Cannot allocate memory")
 
@@ -362,7 +365,7 @@ def test_a_machine_without_room_for_them(tmp_path: Path, monkeypatch: pytest.Mon
 def test_an_encoder_that_answers_nonsense_fails_the_dump(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And does not leave it waiting for the cells that its thread had taken."""
+    """The dump does not wait for the cells that the encoder's thread had taken."""
 
     def nonsense(self: Encoder, cells: object) -> object:
         raise ValueError("as planned")
@@ -379,7 +382,7 @@ def test_an_encoder_that_answers_nonsense_fails_the_dump(
 
 
 def test_a_closed_gate_with_few_slots(tmp_path: Path) -> None:
-    """Cells that threads have taken but wait with do not keep the scan from slots for ever."""
+    """Threads that hold cells at the closed gate do not keep the scan waiting for slots forever."""
     with local_place(tmp_path / "repository") as place:
         content = Content()
         with storing(place) as (writer, _, pipeline, encoders), Staging(1, 1) as few:
@@ -393,7 +396,7 @@ def test_a_closed_gate_with_few_slots(tmp_path: Path) -> None:
         check(place, snapshot, content)
 
 
-def test_a_dump_that_fails_ends_them(tmp_path: Path) -> None:
+def test_a_dump_that_fails_ends_its_encoders(tmp_path: Path) -> None:
     with local_place(tmp_path / "repository") as place:
         with pytest.raises(RuntimeError), storing(place) as (_, _, _, encoders):
             begin(encoders)
@@ -416,5 +419,5 @@ def test_a_dump_that_fails_ends_them(tmp_path: Path) -> None:
         (16, 256 << 20, 4),
     ],
 )
-def test_how_many_pay(cores: int, memory: int, count: int) -> None:
+def test_how_many_encoders_are_worth_starting(cores: int, memory: int, count: int) -> None:
     assert encoders_for(cores, memory) == count

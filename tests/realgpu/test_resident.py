@@ -87,7 +87,7 @@ def test_a_program_goes_on(program: str, lab: Lab) -> None:
 
 
 def test_what_encoders_store(lab: Lab) -> None:
-    """They read copies of device memory where these lie."""
+    """Encoders read copies of device memory where they are, in the host region."""
     needs(1, "torch")
     about = ("--width", "2048", "--ballast", "3")
     wanted = reference(lab.folder, *about, steps=800)

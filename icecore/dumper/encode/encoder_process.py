@@ -1,8 +1,8 @@
-"""The encoders of a dump: processes that drop pages of zeros, name chunks, and encode them.
+"""The encoders of a dump: processes that drop pages of zeros, compute chunk ids, and encode chunks.
 
 An encoder does nothing without a request, and ends when the dumper has ended. Arguments: a word
-that identifies the dump, and the number of each encoder's end of a SOCK_SEQPACKET socket pair
-(`icecore.host.rpc.family`).
+that identifies the dump, and for each encoder the descriptor of its end of a SOCK_SEQPACKET socket
+pair (`icecore.host.rpc.family`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class EncoderServer:
 
     Args:
         order: The first message.
-        memory: Its memfd.
+        memory: The memfd that came with it, for forms.
     """
 
     def __init__(self, order: Open, memory: int) -> None:
@@ -71,7 +71,8 @@ class EncoderServer:
             self._out = memoryview(mmap.mmap(memory, os.fstat(file.fileno()).st_size))
         self._rooms = HugeBuffer(ROOM_CELLS * CELL_BYTES)
         self._scratch = HugeBuffer(ROOM_CELLS * CELL_BYTES).array.reshape(ROOM_CELLS, CELL_BYTES)
-        #: The cells that were read, and whether each is whole in the dumper's memory, too.
+        #: The chunk of each cell that was read (None: no data pages), and whether the chunk is the
+        #: whole cell as it is in the dumper's memory.
         self._chunks: list[tuple[OwnChunk | None, bool]] = []
 
     def answer(self, request: Request) -> Answer:
@@ -131,10 +132,10 @@ class EncoderServer:
 
 
 def serve(control: socket.socket) -> None:
-    """Answer until the other end is closed.
+    """Answer requests until the other end is closed.
 
     Raises:
-        PeerDied: It is.
+        PeerDied: The other end is closed.
     """
     decode = msgspec.msgpack.Decoder(Request).decode
     encode = msgspec.msgpack.Encoder().encode

@@ -1,5 +1,5 @@
-"""The dumper's side of its encoders (`icecore.dumper.encode.encoder_process`). What an encoder does
-not do, the dumper does itself.
+"""The dumper's side of its encoders (`icecore.dumper.encode.encoder_process`). If an encoder fails,
+the dumper does its work itself.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from icecore.store.snapshot.bases import Candidate
 from icecore.store.snapshot.forms import Chunk, Form
 from icecore.store.snapshot.trial import Objective
 
-#: Bytes that threads have stored before encoders pay: they take a quarter of a second of CPU time
-#: to start, and a few hundredths each.
+#: Bytes that threads store before encoders are worth starting. All encoders together take a quarter
+#: of a second of CPU time to start, and each takes a few hundredths more.
 PAYS_BYTES = 512 << 20
-#: With fewer cores, threads are as fast; of more, the job and the writing threads need some.
+#: With fewer cores, threads are as fast. With more, the job and the writing threads need some.
 _LEAST_CORES = 5
 _MOST = 16
-#: What an encoder takes.
+#: Memory that an encoder takes.
 _BYTES = 64 << 20
 _PROGRAM = "icecore.dumper.encode.encoder_process"
 _ROOM = CELL_BYTES + MAX_OVERHEAD
@@ -57,11 +57,11 @@ _LOOK_SECONDS = 0.02
 
 
 def encoders_for(cores: int | None = None, memory: int | None = None) -> int:
-    """Return how many encoders pay for a dump that stores much.
+    """Return how many encoders are worth starting for a dump that stores much.
 
     Args:
-        cores: That this process may use.
-        memory: Bytes that all together may take.
+        cores: Number of cores that this process may use.
+        memory: Bytes that all encoders together may take.
     """
     cores = cores or int(usable_cores())
     memory = limits.memory_available() // 8 if memory is None else memory
@@ -69,20 +69,20 @@ def encoders_for(cores: int | None = None, memory: int | None = None) -> int:
 
 
 class EncoderLost(Exception):
-    """An encoder has ended, does not answer, or could not do what it was asked for."""
+    """An encoder has ended, does not answer, or could not carry out a request."""
 
 
 class Encoder(FamilyMember):
     """One encoder.
 
     Args:
-        control: The socket to it.
-        patience: Seconds that it may take to answer.
+        control: The socket to the encoder.
+        patience: Seconds that the encoder may take to answer.
         order: The first message.
 
     Attributes:
         pid: Its process, once it is `ready`.
-        form: The memory in which it puts forms.
+        form: The shared memory into which it puts forms.
     """
 
     def __init__(self, control: socket.socket, patience: float, order: Open) -> None:
@@ -98,20 +98,21 @@ class Encoder(FamilyMember):
             os.close(memory)
 
     def load(self, cells: list[Cell]) -> list[Named]:
-        """Have cells read and named, at most `ROOM_CELLS`.
+        """Have the encoder read at most `ROOM_CELLS` cells, and return what it read.
 
         Raises:
-            EncoderLost: See there.
+            EncoderLost: The encoder has ended, does not answer, or could not do it.
         """
         answer = self._answer(Load(cells))
         assert isinstance(answer, Loaded)
         return answer.cells
 
     def encode(self, number: int, stream: int, region: int, base: Candidate | None) -> Encoded:
-        """Have one of these cells encoded; see `icecore.store.snapshot.forms.Chunk.form`.
+        """Have the encoder encode one of the cells that it read last; see
+        `icecore.store.snapshot.forms.Chunk.form`.
 
         Raises:
-            EncoderLost: See there.
+            EncoderLost: The encoder has ended, does not answer, or could not do it.
         """
         answer = self._answer(Encode(number, stream, region, base))
         assert isinstance(answer, Encoded)
@@ -124,8 +125,8 @@ class Encoder(FamilyMember):
         return answer
 
     def _hear(self) -> Answer:
-        # An answer carries no descriptors and is short. Every system call costs a thread a wait for
-        # the interpreter.
+        # An answer carries no descriptors and is short, so one system call is enough. After each
+        # system call, a thread waits for the interpreter's lock.
         try:
             length = self._control.recv_into(self._packet)
         except BlockingIOError as error:
@@ -149,7 +150,7 @@ class Encoder(FamilyMember):
 
 
 class NamedCell(NamedTuple):
-    """A cell that an encoder has read; its number there."""
+    """A cell that an encoder has read. ``number`` is its number in the encoder."""
 
     encoder: Encoder
     number: int
@@ -157,7 +158,7 @@ class NamedCell(NamedTuple):
 
     @property
     def nothing(self) -> tuple[bytes, bytes, memoryview]:
-        """Data bitmap, zero bitmap, and the bytes of the data pages, if there are none."""
+        """The bitmaps of a cell without data pages, and its data, which is empty."""
         return self.named.data, self.named.zero, memoryview(b"")
 
 
@@ -166,12 +167,13 @@ class NamedChunk(Chunk):
 
     Args:
         cell: The cell.
-        data: The cell in this process, if all of its pages are data.
+        data: The bytes of the whole cell in this process. They are the form if it is raw and the
+            encoder did not copy it.
         own: Makes the same chunk in this process.
         emit: Gets ``store.base_damaged`` events.
 
     Attributes:
-        lost: Why the encoder could not encode it, so that this process did.
+        lost: The error of the encoder, if this process had to encode the chunk instead.
     """
 
     def __init__(
@@ -217,12 +219,13 @@ class Encoders:
     """The encoders of one dump (a context manager: leaving it ends them).
 
     Args:
-        count: How many.
+        count: Number of encoders.
         repository: Must be in a directory.
         streams: Number of shard streams.
         objective: What to save, bytes or time.
-        begun: Called with the pid of each process of theirs that has begun.
-        eager: Start them with the first cell, however little there is.
+        begun: Called with the pid of each process that has begun: the one that forks the encoders,
+            and each encoder.
+        eager: Start the encoders with the first cell, however little there is to store.
     """
 
     def __init__(
@@ -250,7 +253,7 @@ class Encoders:
 
     @property
     def begun(self) -> int:
-        """How many have begun."""
+        """Number of encoders that have begun."""
         return sum(1 for encoder in self._all if encoder.pid)
 
     @property
@@ -259,10 +262,10 @@ class Encoders:
         return self._tried
 
     def start(self) -> bool:
-        """Start them, once. They load in the background.
+        """Start the encoders, unless they were started before. They load in the background.
 
         Returns:
-            False if they were started before.
+            Whether this call started them: False if they were started before or are being ended.
 
         Raises:
             EncoderLost: The machine has no room for them.
@@ -282,7 +285,7 @@ class Encoders:
                 self._objective.cores,
             )
             try:
-                # The nice value of this thread is theirs, too.
+                # The encoders inherit the nice value of this thread.
                 self._family = Family(_PROGRAM, str(os.getpid()), self.count)
                 self._note_begun(self._family.pid)
                 for own in self._family.sockets:
@@ -295,7 +298,7 @@ class Encoders:
         return True
 
     def take(self) -> Encoder | None:
-        """Return an encoder that has begun and that nobody has taken; None: there is none now."""
+        """Return an encoder that has begun and is not taken; None: there is none now."""
         if not self._free:
             return None
         with self._change:
@@ -309,8 +312,8 @@ class Encoders:
         return None
 
     def wait(self) -> Encoder | None:
-        """Return an encoder as soon as one has begun that nobody has taken; None: there will be
-        none.
+        """Wait for an encoder that has begun and is not taken, and return it; None: all are taken,
+        none has begun in time, or the dump ends.
         """
         until = time.monotonic() + _PATIENCE_SECONDS
         while self._free and not self._closing and time.monotonic() < until:
@@ -321,17 +324,17 @@ class Encoders:
         return None
 
     def stop_waiting(self) -> None:
-        """Let every thread in `wait` return, and start none any more."""
+        """Make every thread in `wait` return, and start no more encoders."""
         self._closing = True
 
     def kill(self) -> None:
-        """Kill them: nobody needs their answers any more."""
+        """Kill the encoders, whose answers are no longer needed."""
         family = self._family
         if family is not None:
             family.kill()
 
     def close(self) -> None:
-        """End them. May be called twice."""
+        """End the encoders. May be called twice."""
         self._closing = True
         with self._change:
             family, self._family = self._family, None
@@ -341,7 +344,7 @@ class Encoders:
                 family.kill()  # still loading
             for encoder in self._all:
                 encoder.close()
-            with suppress(subprocess.TimeoutExpired):  # what they did is stored
+            with suppress(subprocess.TimeoutExpired):  # what they encoded is stored already
                 family.wait(_END_SECONDS)
 
     def __enter__(self) -> Encoders:

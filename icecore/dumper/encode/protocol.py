@@ -1,9 +1,9 @@
 """The protocol between a dump and its encoders (`icecore.dumper.encode.encoder_process`).
 
-Each message (`icecore.host.rpc.packets`) is msgpack. An encoder reads a cell from the dumper's
-memory, a few at once, and says which chunks they are (`Load`, `Loaded`). If a chunk has to be
-stored, it puts the chunk's form into memory that it shares with the dumper (`Encode`, `Encoded`),
-which writes it.
+Each message (`icecore.host.rpc.packets`) is msgpack. An encoder reads a few cells at once from the
+dumper's memory, and returns the ids of their chunks (`Load`, `Loaded`). If a chunk has to be
+stored, the encoder puts its form, the bytes to store, into memory that it shares with the dumper
+(`Encode`, `Encoded`). The dumper writes the form.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 
 from icecore.store.snapshot.bases import Candidate
 
-#: Cells that an encoder has room for.
+#: Number of cells that an encoder has room for.
 ROOM_CELLS = 4
 
 
@@ -22,9 +22,9 @@ class Cell(NamedTuple):
     """A cell in the dumper's memory.
 
     Attributes:
-        address, size: Its present pages.
-        bitmap: Which they are.
-        sparse: Drop pages of zeros.
+        address, size: Where its present pages are, one after the other.
+        bitmap: Which pages of the cell are present.
+        sparse: Whether to drop pages of zeros.
     """
 
     address: int
@@ -39,8 +39,9 @@ class Named(NamedTuple):
     Attributes:
         chunk: The chunk's id; empty if there are no data pages.
         data, zero: The cell's bitmaps of data pages and of pages of zeros.
-        length: Bytes of the data pages.
-        zeros: Whether they are zero nevertheless.
+        length: Bytes in the data pages.
+        zeros: Whether all bytes of the data pages are zero, which is possible if pages of zeros are
+            kept. Also true if there are no data pages.
     """
 
     chunk: bytes
@@ -51,14 +52,14 @@ class Named(NamedTuple):
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The first message, with a memfd for forms.
+    """The first message. A memfd for forms comes with it.
 
     Attributes:
-        folder: Where the objects are.
-        key, encryption: The repository's chunk key.
-        pid: The process that has the cells.
+        folder: The repository's directory, which holds the objects.
+        key, encryption: The repository's chunk key, and the encryption key, if any.
+        pid: The process whose memory holds the cells.
         streams: Number of shard streams.
-        link, cores: The objective.
+        link, cores: The fields of `icecore.store.snapshot.trial.Objective`.
     """
 
     folder: str
@@ -71,13 +72,15 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Read cells, at most `ROOM_CELLS`, in place of those before."""
+    """Read cells, at most `ROOM_CELLS`. They replace those of the previous request."""
 
     cells: list[Cell]
 
 
 class Encode(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Encode a cell, by its number in `Load`; see `icecore.store.snapshot.forms.Chunk.form`."""
+    """Encode the cell with this number (its index in the last `Load`); for the other fields, see
+    `icecore.store.snapshot.forms.Chunk.form`.
+    """
 
     number: int
     stream: int
@@ -86,26 +89,26 @@ class Encode(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The encoder has begun; its process."""
+    """The encoder has begun. ``pid`` is its process."""
 
     pid: int
 
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What was read, in the order of `Load`."""
+    """The cells that were read, in the order of `Load`."""
 
     cells: list[Named]
 
 
 class Encoded(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A form.
+    """The form of a chunk.
 
     Attributes:
-        number: Its codec.
-        lengths: Of its parts, one after the other in the shared memory. None: it is the cell as it
-            is in the dumper's memory.
-        base: Of a delta.
-        damaged: Fields of ``store.base_damaged`` events.
+        number: The number of its codec.
+        lengths: Lengths of its parts, which lie one after the other in the shared memory. None: the
+            form is the cell as it is in the dumper's memory.
+        base: The base, if the form is a delta.
+        damaged: Fields of the ``store.base_damaged`` events to emit.
     """
 
     number: int
@@ -115,7 +118,7 @@ class Encoded(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The request could not be carried out; the dumper does it itself."""
+    """The encoder could not carry out the request; the dumper does the work itself."""
 
     why: str
 

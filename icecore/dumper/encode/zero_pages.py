@@ -20,10 +20,10 @@ def without_zero_pages(
     Args:
         bitmap: u1[32], the present pages.
         data: Their bytes in address order.
-        scratch: u1[1 MiB] to gather the data pages in.
+        scratch: u1[1 MiB], in which data pages are gathered.
 
     Returns:
-        Data bitmap, zero bitmap, and the bytes of the data pages (``data`` itself when there are no
+        Data bitmap, zero bitmap, and the bytes of the data pages (``data`` itself if there are no
         zero pages).
     """
     pages = np.frombuffer(data, np.uint64).reshape(-1, _WORDS)

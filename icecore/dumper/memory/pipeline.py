@@ -1,6 +1,6 @@
-"""The background pipeline: threads that drop zero pages and store the rest, each with an encoder
-(`icecore.dumper.encode`) if there is much to store. During the window they wait behind a gate,
-because the window comes first.
+"""The background pipeline: threads that drop zero pages and store the rest. If there is much to
+store, each thread has an encoder (`icecore.dumper.encode`). During the window, the threads wait
+behind a gate, because the window comes first.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from icecore.store.format.manifest import Region
 from icecore.store.snapshot.forms import Chunk
 
 _SPILL_SLOTS = 64
-#: A thread encodes smaller cells itself: asking takes about as long.
+#: A thread encodes smaller cells itself: asking an encoder takes about as long.
 _LEAST_CELL = 64 << 10
 
 
@@ -111,7 +111,7 @@ class SpaceSink:
         return int(self._plan.length[row])
 
     def cell(self, row: int, slot: Slot) -> Cell | None:
-        """Return what an encoder has to read; None: so little that it does not pay."""
+        """Return what an encoder has to read; None: too little to be worth a request."""
         size = int(self._plan.length[row])
         if size < _LEAST_CELL:
             return None
@@ -193,7 +193,8 @@ class Pipeline:
         staging: Where slots are given back.
         threads: Number of encoding threads.
         budget: Bounds the CPU time of these threads while the job runs; None: no bound.
-        encoders: Encode in place of these threads once much is stored; None: there are none.
+        encoders: Processes that encode in place of these threads once much is stored; None: there
+            are none.
         emit: Gets ``store.base_damaged`` and ``dump.encoder_lost`` events.
     """
 
@@ -314,7 +315,7 @@ class Pipeline:
                 encoder = None
 
     def _more(self) -> list[Item]:
-        """Return some more items for one encoder, if there are many."""
+        """Return some more items for one encoder, if many are queued."""
         more: list[Item] = []
         while len(more) < ROOM_CELLS - 1 and self._queue.qsize() > 2 * len(self._threads):
             try:
@@ -337,7 +338,7 @@ class Pipeline:
         return [NamedCell(encoder, *next(named)) if cell is not None else None for cell in cells]
 
     def _lose(self, error: EncoderLost) -> bool:
-        """Report that a thread has lost its encoder, and does without. Return False."""
+        """Report that a thread has lost its encoder and continues without it. Return False."""
         try:
             self.emit(Event("dump.encoder_lost", {"error": str(error)}))
         except BaseException as failure:  # noqa: BLE001 - the thread still has cells
@@ -348,7 +349,7 @@ class Pipeline:
         """Store one cell, unless an earlier one failed.
 
         Raises:
-            EncoderLost: It is stored, but without the encoder.
+            EncoderLost: The cell is stored, but without the encoder.
         """
         sink, row, slot = item
         try:
@@ -380,11 +381,11 @@ class Pipeline:
         self._staging.abandon(error)
 
     def _find_encoder(self) -> Encoder | None:
-        """Return an encoder if there is one for this thread. Start them, and threads for the rest
-        of them, once the threads have stored much and more is waiting.
+        """Return an encoder if there is one for this thread. Once the threads have stored much and
+        more cells are waiting, start the encoders, and threads for those that have none.
 
         Raises:
-            EncoderLost: They cannot be started.
+            EncoderLost: Encoders, or threads for them, cannot be started.
         """
         encoders = self._encoders
         if encoders is None:
@@ -400,7 +401,7 @@ class Pipeline:
         """Start threads until there is one for each encoder.
 
         Raises:
-            EncoderLost: No more can be started. The others go on with encoders.
+            EncoderLost: No more threads can be started. Those that run use encoders.
         """
         with self._change:
             while len(self._threads) < count and not self._over:

@@ -72,12 +72,12 @@ class PackedSlot(Slot):
 
 
 class ForeignSlot(Slot):
-    """A cell that waits elsewhere in this process's memory.
+    """A cell that waits to be stored outside staging, elsewhere in this process's memory.
 
     Args:
-        memory: It.
-        address: Its address.
-        over: Called when it is released.
+        memory: The cell's bytes.
+        address: Their address.
+        over: Called when the slot is released.
     """
 
     __slots__ = ("over",)

@@ -1,8 +1,9 @@
-"""Families: processes that are forked from one that has loaded what they need, each with a socket
-to the process that started them. Such work is done in processes because the threads of one
-interpreter would wait for each other.
+"""Families: worker processes that are forked from one program, each with a socket to the process
+that started the program (the *starter*). They are used because the threads of one interpreter would
+block each other.
 
-A member does nothing without a request, and ends when the other end of its socket is closed.
+The program loads the libraries before it forks the members. A member does nothing without a
+request, and ends when the other end of its socket is closed.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Family:
-    """The members, from their starter's side.
+    """The members, from the starter's side.
 
     Args:
-        module: Program that loads the libraries and calls `serve_each` with the numbers after
-            ``word`` in its arguments.
-        word: Shows in their command line.
-        count: How many.
+        module: Program that loads the libraries and calls `serve_each` with the descriptors that
+            follow ``word`` in its arguments.
+        word: Appears in the command line of all members.
+        count: Number of members.
 
     Attributes:
-        sockets: One for each member; whoever uses them closes them.
+        sockets: One for each member; whoever uses a socket closes it.
     """
 
     def __init__(self, module: str, word: str, count: int) -> None:
@@ -49,7 +50,8 @@ class Family:
                 pass_fds=theirs,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                # It forks once the libraries are loaded; none of these may have threads then.
+                # The program forks once it has loaded the libraries; none of them may have started
+                # threads by then.
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
                 start_new_session=True,
             )
@@ -69,18 +71,18 @@ class Family:
 
     @property
     def alive(self) -> bool:
-        """Whether the process that forked the members runs; it ends after all of them."""
+        """Whether the process that forked the members still runs; it ends after all of them."""
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """Kill them, whatever they do; `wait` waits for their end."""
+        """Kill all members, whatever they are doing; `wait` waits for their end."""
         if self.alive:
-            # It leads a session, and all members are in its group.
+            # The process leads a session, and all members are in its process group.
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def wait(self, seconds: float) -> bool:
-        """Wait until they have ended, which they do once their sockets are closed; kill those that
-        have not after ``seconds``.
+        """Wait until all members have ended, which they do once their sockets are closed. After
+        ``seconds``, kill those that have not.
 
         Returns:
             Whether all ended by themselves.
@@ -95,17 +97,17 @@ class Family:
 
 
 class FamilyMember(ABC):
-    """One member, from its starter's side. Messages are msgpack; the member's first one says that it
-    has begun. Used by one thread at a time.
+    """One member, from the starter's side. Only one thread at a time may use it. Messages are
+    msgpack; the member's first message says that it has begun.
 
     Args:
-        control: The socket to it.
-        patience: Seconds that it may take to answer.
-        answers: The type of its messages.
+        control: The socket to the member.
+        patience: Seconds that the member may take to answer.
+        answers: The type of the member's messages.
     """
 
     def __init__(self, control: socket.socket, patience: float, answers: Any) -> None:
-        # The kernel's time-outs: with Python's, each call would be two.
+        # Use the kernel's time-outs: with Python's, each call takes two system calls.
         limit = struct.pack("ll", int(patience), int(patience % 1 * 1e6))
         control.settimeout(None)
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -118,7 +120,9 @@ class FamilyMember(ABC):
 
     @property
     def ready(self) -> bool:
-        """Whether it can be asked: it has begun, or has ended. It takes a while to load."""
+        """Whether a request can be sent: the member, which takes a while to load, has begun, or has
+        ended.
+        """
         if not self._begun and readable([self.fileno()], 0.0):
             self._begun = True
             try:
@@ -126,14 +130,14 @@ class FamilyMember(ABC):
             except Exception as error:
                 if not isinstance(error.__cause__, packets.PeerDied):
                     raise
-                # It has ended: the first request fails, too.
+                # The member has ended: the first request fails, too.
         return self._begun
 
     def wait_ready(self) -> None:
-        """Wait until it has begun, or has ended.
+        """Wait until the member has begun, or has ended.
 
         Raises:
-            As `_failed`: It does not begin.
+            The error that `_failed` returns: The member does not begin.
         """
         if not self._begun:
             readable([self.fileno()], self._patience)
@@ -141,15 +145,15 @@ class FamilyMember(ABC):
                 raise self._failed(None)
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable when the member has said something."""
+        """Return the descriptor that is readable when the member has sent a message."""
         return self._control.fileno()
 
     def close(self) -> None:
-        """Let it end."""
+        """Close the socket, so that the member ends."""
         self._control.close()
 
     def _begin(self, first: Any) -> None:
-        """Take its first message."""
+        """Take the member's first message."""
         return None
 
     def _send(self, request: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
@@ -176,8 +180,11 @@ class FamilyMember(ABC):
 
     @abstractmethod
     def _failed(self, error: OSError | None) -> Exception:
-        """Return the error of a member that has ended (`packets.PeerDied`), does not answer, or
-        (None) does not begin.
+        """Return the exception to raise.
+
+        Args:
+            error: `packets.PeerDied`: the member has ended. TimeoutError: it does not answer. None:
+                it does not begin.
         """
 
 
@@ -186,7 +193,8 @@ def serve_each(numbers: Sequence[int], serve: Callable[[socket.socket], None]) -
     thread starts.
 
     Args:
-        serve: Answers requests; it ends by `packets.PeerDied` when the other end is closed.
+        numbers: The descriptors, each the member's end of a socket.
+        serve: Answers requests; it raises `packets.PeerDied` when the other end is closed.
     """
     children, parent = [], os.getpid()
     for number in numbers:
@@ -203,7 +211,7 @@ def serve_each(numbers: Sequence[int], serve: Callable[[socket.socket], None]) -
                 with suppress(packets.PeerDied):
                     serve(peer.take_over(number))
                 status = 0
-            except BaseException:  # noqa: BLE001 - reported; the starter sees that it has ended
+            except BaseException:  # noqa: BLE001 - printed; the starter sees that the member ended
                 import traceback
 
                 traceback.print_exc()

@@ -1,6 +1,8 @@
-"""The stored forms of chunks: in full or as a delta, in the codec that suits. This is the part of
-the writer that needs a chunk's bytes, and nearly all of its CPU time. A program can do it in other
-processes (`Chunk`): they need no more than a way to read shards.
+"""The stored forms of chunks: in full or as a delta, in the codec that suits.
+
+This is the part of the writer that needs a chunk's bytes, and it takes nearly all of the writer's
+CPU time. A program can have other processes do it, with its own kind of `Chunk`. All that these
+processes need is a way to read shards.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ _ZEROS = bytes(64)
 
 
 class Form(NamedTuple):
-    """A chunk in its stored form, not encrypted.
+    """A chunk in its stored form, before encryption.
 
     Attributes:
-        number: Its codec.
+        number: The number of its codec.
         parts: Its bytes; valid until the same thread makes another form.
-        length: The sum of their lengths.
-        base: Of a delta; its bitmap is never empty.
+        length: The sum of the lengths of the parts.
+        base: The base, if the form is a delta; its bitmap is never empty.
     """
 
     number: int
@@ -44,7 +46,7 @@ class Chunk(ABC):
     Attributes:
         id: 32 bytes (`icecore.store.format.chunk.chunk_id`).
         bitmap: The cell's data bitmap, 32 bytes.
-        length: Bytes.
+        length: Bytes in the data pages.
     """
 
     id: bytes
@@ -58,12 +60,12 @@ class Chunk(ABC):
 
     @abstractmethod
     def form(self, stream: int, region: int, base: Candidate | None) -> Form:
-        """Return how to store it, if it is not zero.
+        """Return the form in which to store the chunk, which must not be zero.
 
         Args:
-            stream: The shard stream, and
-            region: the region that it belongs to: neighbours there are assumed to be similar.
-            base: What it may become a delta of.
+            stream: The shard stream that the chunk belongs to.
+            region: The region that it belongs to, whose chunks are assumed to be similar.
+            base: The chunk that it may become a delta of; None: make no delta.
 
         Raises:
             StoreError: The base could not be read, for a reason other than damage or absence.
@@ -78,7 +80,7 @@ class Forms:
         fetch: Reads shards.
         key: The repository's chunk key.
         objective: What to save, bytes or time.
-        emit: Gets ``store.base_damaged``.
+        emit: Gets ``store.base_damaged`` events.
         peek: Whether small reads are cheap.
     """
 
@@ -99,7 +101,7 @@ class Forms:
         self._scratch = ScratchPerThread()
 
     def chunk(self, bitmap: bytes, data: memoryview) -> OwnChunk:
-        """Return the chunk of these bytes, whose form this process makes."""
+        """Return the chunk of these bytes. This process makes its form."""
         return OwnChunk(self, chunk_id(self._key, bitmap, data), bitmap, data)
 
     def make(
