@@ -37,7 +37,7 @@ from icecore.dumper.options import DumpOptions
 from icecore.errors import DumpFailed, NotFound
 from icecore.events import Sink, phase
 from icecore.host.criu.hidden import read_hidden, read_shared
-from icecore.host.criu.images import GHOST, load_files, load_remaps, load_rseq
+from icecore.host.criu.images import GHOST, load_files, load_remaps
 from icecore.host.criu.lost_names import LostNames
 from icecore.host.criu.opened_images import OpenedImages
 from icecore.host.criu.queue_images import files_in_flight
@@ -154,7 +154,7 @@ class Capture:
         captured = Captured(standing, self._read_images(pids, early))
         images = captured.images
         copied = with_forked(self._copied, pids, self._parent)
-        touched = load_rseq(self._images) if early else []
+        touched = early.rseq.addresses() if early else []
         by_image = {image: pid for pid, image in pids.items()}
         for number, pagemap in enumerate(images.processes):
             if pagemap.number not in by_image:

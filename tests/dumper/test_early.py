@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,7 @@ from icecore.dumper.observe.standing import observe
 from icecore.dumper.options import DumpOptions
 from icecore.errors import DumpFailed, WindowExceeded
 from icecore.events import Event
+from icecore.host.criu.images import RseqAreas
 from icecore.host.kernel import procfs, ptrace
 from icecore.sizes import PAGE
 from tests.host.target import eventually
@@ -107,12 +109,12 @@ def test_with_a_ring_for_asynchronous_io_nothing_is_read_early(
     assert_same_memory(store.read(result.snapshot), still)
 
 
-def test_what_was_read_of_other_threads_does_not_count(job: Job) -> None:
+def test_what_was_read_of_other_threads_does_not_count(job: Job, tmp_path: Path) -> None:
     threads = {pid: procfs.threads(pid) for pid in procfs.tree(job.pid)}
-    seen = observe(job.pid, DumpOptions(), procfs.MapsReader())
-    assert Early(threads, {}, {}, seen).holds()
-    assert not Early({**threads, job.pid: [*threads[job.pid], 1 << 22]}, {}, {}, seen).holds()
-    assert not Early({1 << 22: [1 << 22]}, {}, {}, seen).holds()
+    seen = observe(job.pid, DumpOptions(), procfs.MapsReader()), RseqAreas(tmp_path)
+    assert Early(threads, {}, {}, *seen).holds()
+    assert not Early({**threads, job.pid: [*threads[job.pid], 1 << 22]}, {}, {}, *seen).holds()
+    assert not Early({1 << 22: [1 << 22]}, {}, {}, *seen).holds()
 
 
 def test_a_thread_that_its_tracer_lets_run_is_held() -> None:

@@ -71,7 +71,7 @@ def test_what_the_images_say_is_what_the_processes_are(criu):
         alive = [t.pid for t in tasks if t.pid != zombie]
         assert len(tasks) == 3 and im.load_core(folder, it.pid).command.startswith("python")
         assert im.load_core(folder, zombie).exit_code == 7 << 8
-        areas = im.load_rseq(folder)  # glibc has one for each thread
+        areas = im.RseqAreas(folder).addresses()  # glibc has one for each thread
         writable = [
             m for pid in alive for m in maps[pid] if m.private and m.protection & procfs.PROT_WRITE
         ]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -50,6 +50,7 @@ from icecore.dumper.observe.standing import Standing, observe
 from icecore.dumper.options import DumpOptions
 from icecore.errors import NotFound
 from icecore.events import Sink, phase
+from icecore.host.criu.images import RseqAreas
 from icecore.host.kernel import procfs
 from icecore.host.kernel.memory import RemoteReader
 from icecore.sizes import PAGE
@@ -74,6 +75,7 @@ class Early:
         present: Image id → the process's memory that is not executable, as it was then.
         processes: Image id → cells that were read.
         standing: What /proc told of the tree.
+        rseq: Where the kernel may have written since.
         sharing: Image id → whether the process shares pages with others, of those that were read.
         shared: Key of a shared memory object or file → its pages (EXTENT records), and cells that were
             read.
@@ -83,6 +85,7 @@ class Early:
     present: Mapping[int, Present]
     processes: Mapping[int, Scanned]
     standing: Standing
+    rseq: RseqAreas
     shared: Mapping[str, tuple[npt.NDArray[np.void], Scanned]] = field(default_factory=dict)
     sharing: Mapping[int, bool] = field(default_factory=dict)
 
@@ -186,7 +189,9 @@ class EarlyScan:
         try:
             held = self._wait()
             if held is not None:
-                self._found = self._scan(held)
+                with ThreadPoolExecutor(1, "standing") as pool:
+                    facts = pool.submit(self._observe)
+                    self._found = self._scan(held, facts)
         except NotFound:
             pass  # it was killed; the capture reports it
         except BaseException as error:  # noqa: BLE001 - raised by `finish`
@@ -203,7 +208,14 @@ class EarlyScan:
             time.sleep(_POLL_SECONDS)
         return None
 
-    def _scan(self, held: Mapping[int, Sequence[int]]) -> Early:
+    def _observe(self) -> tuple[Standing, RseqAreas]:
+        standing, rseq = observe(self._root, self._options, self._maps), RseqAreas(self._images)
+        rseq.look()
+        return standing, rseq
+
+    def _scan(
+        self, held: Mapping[int, Sequence[int]], facts: Future[tuple[Standing, RseqAreas]]
+    ) -> Early:
         found: dict[int, Scanned] = {}
         present: dict[int, Present] = {}
         images = tree_pids(self._root)
@@ -238,8 +250,9 @@ class EarlyScan:
                     shared[key] = extents, scanned
                     running.bytes += scanned.plan.bytes
         sharing = {one.image: one.shared for one in own.values()}
-        standing = observe(self._root, self._options, self._maps)
-        return Early(held, present, found, standing, shared, sharing)
+        standing, rseq = facts.result()
+        rseq.look()
+        return Early(held, present, found, standing, rseq, shared, sharing)
 
     def _look(
         self, pids: Collection[int]

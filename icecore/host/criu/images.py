@@ -4,7 +4,9 @@ version from 4.0 on are understood.
 
 from __future__ import annotations
 
+import os
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -267,16 +269,48 @@ def load_credentials(folder: Path) -> list[Credentials]:
     return found
 
 
-def load_rseq(folder: Path) -> list[int]:
-    """Return the addresses of the threads' rseq areas (struct rseq), where the kernel stores
-    processor numbers, for threads that registered one.
+class RseqAreas:
+    """The threads' rseq areas (struct rseq), where the kernel stores processor numbers.
+
+    Args:
+        folder: The image directory. CRIU may still be writing: it only appends to an image.
     """
-    found = []
-    for path in folder.glob("core-*.img"):
-        (core,) = read_image(path, CORE)
-        if core.has(5) and (thread := core.message(5)).has(15):
-            found.append(thread.message(15).integer(1))
-    return sorted(found)
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._found: dict[str, tuple[int, list[int]]] = {}
+
+    def look(self) -> None:
+        """Read the images that are complete so far."""
+        with suppress(Damaged):
+            self.addresses()
+
+    def addresses(self) -> list[int]:
+        """Return the addresses of the areas of all threads that registered one.
+
+        Raises:
+            Damaged: An image is malformed.
+        """
+        with os.scandir(self._folder) as entries:
+            sizes = {
+                entry.name: entry.stat().st_size
+                for entry in entries
+                if entry.name.startswith("core-") and entry.name.endswith(".img")
+            }
+        for name, size in sizes.items():
+            if self._found.get(name, (-1, []))[0] != size:
+                self._found[name] = size, _rseq_areas(self._folder / name)
+        return sorted(area for name in sizes for area in self._found[name][1])
+
+
+def _rseq_areas(path: Path) -> list[int]:
+    cores = read_image(path, CORE)
+    if len(cores) != 1:
+        raise Damaged("image", path.name, "it is not complete")
+    (core,) = cores
+    if core.has(5) and (thread := core.message(5)).has(15):
+        return [thread.message(15).integer(1)]
+    return []
 
 
 def load_mm(folder: Path, pid: int) -> AddressSpace:
