@@ -131,6 +131,7 @@ class SharedFrames:
         self._shared: dict[int, npt.NDArray[np.uint8]] = {}
         self._rows: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
         self._still: dict[int, npt.NDArray[np.bool_]] = {}
+        self._looking = threading.Lock()  # several processes may have the same source
         for pid in [pid for pid in plans if pid in self._frames]:
             self._read(pid)  # one after the other: a source may have a source
         if others := [pid for pid in plans if pid not in self._frames]:
@@ -165,16 +166,17 @@ class SharedFrames:
         if pid not in self._rows or self._stop.is_set():
             return None
         source = self._sources[pid]
-        if source not in self._still:
-            before = self._frames[source]
-            assert before is not None  # its rows were compared with it
-            try:
-                again = read_frames(source, before.plan)
-            except NotFound:
-                return None
-            self._still[source] = np.logical_and.reduceat(
-                before.frame == again.frame, before.first[:-1]
-            )
+        with self._looking:
+            if source not in self._still:
+                before = self._frames[source]
+                assert before is not None  # its rows were compared with it
+                try:
+                    again = read_frames(source, before.plan)
+                except NotFound:
+                    return None
+                self._still[source] = np.logical_and.reduceat(
+                    before.frame == again.frame, before.first[:-1]
+                )
         here, there = self._rows[pid]
         still = self._still[source][there]
         return source, here[still], there[still]

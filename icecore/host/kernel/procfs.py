@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from icecore.errors import IcecoreError, NotFound
-from icecore.sizes import PAGE
 
 PROT_READ, PROT_WRITE, PROT_EXEC = 1, 2, 4
 MAP_SHARED, MAP_PRIVATE = 1, 2
@@ -265,7 +264,7 @@ def resident_bytes(pid: int) -> int:
     """Return about how much memory a process has in RAM; 0 if there is no such process."""
     try:
         with open(f"/proc/{pid}/statm", "rb") as file:
-            return int(file.read().split()[1]) * PAGE
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
     except (FileNotFoundError, ProcessLookupError):
         return 0
 
