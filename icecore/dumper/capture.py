@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -149,7 +149,7 @@ class Capture:
                 ascending.
             early: What was read while CRIU was at work.
         """
-        standing = early.standing if early else observe(root, self._options, procfs.MapsReader())
+        standing = early.standing if early else observe(root, procfs.MapsReader())
         pids = standing.pids
         captured = Captured(standing, self._read_images(pids, early))
         images = captured.images
@@ -177,12 +177,12 @@ class Capture:
             if len(pagemap.hidden):
                 captured.scanned += self._hidden_shared(pagemap, number, early, captured)
         with phase(self._emit, "dump.files") as running:
-            files = standing.own_files()
+            files = standing.find_files(self._options)
             for file in files:
                 running.bytes += self._file(file, captured, early)
             if self._data is not None:
                 running.bytes += self._data.in_window(files)
-        _still_there(standing.alive)
+        _still_there({*standing.alive, *(early.threads if early else ())})
         return captured
 
     def _read_images(self, pids: Mapping[int, int], early: Early | None) -> ImageSet:
@@ -413,7 +413,7 @@ class Capture:
         return capture
 
 
-def _still_there(pids: list[int]) -> None:
+def _still_there(pids: Iterable[int]) -> None:
     """Raise if a process did not live to the end of the window. SIGKILL reaches a frozen process
     too, and CRIU exits with 0 all the same.
     """

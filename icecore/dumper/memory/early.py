@@ -47,8 +47,7 @@ from icecore.dumper.memory.spaces import ScanContext, Scanned
 from icecore.dumper.observe.asynchronous_io import has_ring
 from icecore.dumper.observe.files import tree_pids
 from icecore.dumper.observe.standing import Standing, observe
-from icecore.dumper.options import DumpOptions
-from icecore.errors import NotFound
+from icecore.errors import DumpFailed, NotFound
 from icecore.events import Sink, phase
 from icecore.host.criu.images import RseqAreas
 from icecore.host.kernel import procfs
@@ -74,7 +73,7 @@ class Early:
         threads: The threads that were held then, by host pid.
         present: Image id → the process's memory that is not executable, as it was then.
         processes: Image id → cells that were read.
-        standing: What /proc told of the tree.
+        standing: Facts of the tree, read from /proc.
         rseq: Where the kernel may have written since.
         sharing: Image id → whether the process shares pages with others, of those that were read.
         shared: Key of a shared memory object or file → its pages (EXTENT records), and cells that were
@@ -122,7 +121,6 @@ class EarlyScan:
         copied: What pre-copy learnt, by image id.
         device: Host pid → where device memory lies in the process's memory.
         shared: The tree's shared memory, and files that it has open for writing.
-        options: Say what is stored of its files.
         maps: Reads its mappings.
         emit: Gets the phase ``dump.early``.
     """
@@ -135,7 +133,6 @@ class EarlyScan:
         copied: Mapping[int, PreCopied],
         device: Mapping[int, Sequence[tuple[int, int]]],
         shared: Sequence[SharedMemory],
-        options: DumpOptions,
         maps: procfs.MapsReader,
         context: ScanContext,
         emit: Sink,
@@ -146,7 +143,6 @@ class EarlyScan:
         self._copied = copied
         self._device = device
         self._shared = shared
-        self._options = options
         self._maps = maps
         self._context = context
         self._emit = emit
@@ -209,7 +205,8 @@ class EarlyScan:
         return None
 
     def _observe(self) -> tuple[Standing, RseqAreas]:
-        standing, rseq = observe(self._root, self._options, self._maps), RseqAreas(self._images)
+        standing = observe(self._root, self._maps, self._context.stop)
+        rseq = RseqAreas(self._images)
         rseq.look()
         return standing, rseq
 
@@ -262,6 +259,8 @@ class EarlyScan:
         """
 
         def look(pid: int, threads: int) -> tuple[int, list[Region] | None, npt.NDArray[np.void]]:
+            if self._context.stop.is_set():
+                raise DumpFailed("the scan was stopped")
             mappings = self._maps.read(pid)
             if has_ring(mappings):
                 return pid, None, np.empty(0, EXTENT)
@@ -341,7 +340,7 @@ def share_out(
 
     Args:
         work: Called with a process and a number of threads.
-        sizes: Pid → how much work it is.
+        sizes: Pid → amount of work.
 
     Yields:
         What ``work`` returned.
@@ -359,7 +358,8 @@ def share_out(
 
 
 class HeldTree:
-    """Finds out when one tracer holds every thread of a tree.
+    """Finds out when one tracer holds every thread of a tree. Only valid once CRIU has stopped them
+    all (`ALL_STOPPED`): before, it may let a thread go on that it has stopped.
 
     Each thread must be seen stopped once. After that, only its tracer can let it run: CRIU has one
     after the other execute its own code, so in a large tree they are rarely all stopped at once.

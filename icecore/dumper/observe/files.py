@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from icecore.dumper.options import DumpOptions
-from icecore.errors import NotFound
+from icecore.errors import DumpFailed, NotFound
 from icecore.host.kernel import libc, procfs
 from icecore.host.kernel.filesystem import may_be_in_memory
 from icecore.host.kernel.timestamps import shows_later_writes
@@ -72,10 +73,21 @@ class Opened:
     mappings: Sequence[procfs.Mapping]
 
 
-def read_opened(pids: Iterable[int], maps: procfs.MapsReader) -> dict[int, Opened]:
-    """Read what processes have open and mapped. Processes that have ended are left out."""
+def read_opened(
+    pids: Iterable[int], maps: procfs.MapsReader, stop: threading.Event | None = None
+) -> dict[int, Opened]:
+    """Read what processes have open and mapped. Processes that have ended are left out.
+
+    Args:
+        stop: When set, reading ends.
+
+    Raises:
+        DumpFailed: ``stop`` was set.
+    """
     found = {}
     for pid in pids:
+        if stop is not None and stop.is_set():
+            raise DumpFailed("the scan was stopped")
         with suppress(NotFound):
             found[pid] = Opened(procfs.descriptors(pid), maps.read(pid))
     return found

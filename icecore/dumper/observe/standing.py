@@ -1,14 +1,17 @@
-"""What /proc tells of a tree that stands still. It can be read as soon as every thread is held, while
-CRIU writes its images.
+"""Facts of a tree that stands still, read from /proc as soon as every thread is held, while CRIU
+writes its images.
 
-Code of CRIU runs in one process after the other meanwhile. That process has a unix socket, some
-memory and CRIU's log more than it should. Only the log is a regular file with a name.
+Meanwhile code of CRIU runs in one process after the other. It opens CRIU's log there, and makes
+private mappings readable for a while, so that neighbours become one. So what a process has open and
+mapped is compared once CRIU is done, and read again where it differs.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 from icecore.dumper.observe.facts import (
@@ -17,8 +20,15 @@ from icecore.dumper.observe.facts import (
     listening_ports,
     thread_ids,
 )
-from icecore.dumper.observe.files import FoundFile, find_files, read_opened, tree_pids
+from icecore.dumper.observe.files import (
+    FoundFile,
+    Opened,
+    find_files,
+    read_opened,
+    tree_pids,
+)
 from icecore.dumper.options import DumpOptions
+from icecore.errors import NotFound
 from icecore.host.kernel import procfs
 from icecore.store.format.manifest import Namespaces, Process
 
@@ -28,12 +38,13 @@ class Standing:
     """A tree that stands still.
 
     Attributes:
-        at_ns: When it was read, ns since the epoch: not later than anything below.
+        at_ns: A time before anything below was read, ns since the epoch.
         pids: Host pid → image id, root first.
-        alive: Host pids of those that are no zombies.
+        alive: Host pids of the processes that are not zombies.
         ids: Process and thread ids that must be free for a restore.
         ports: The addresses on which it listens for TCP.
-        files: The regular files that it has open or mapped, or that CRIU had open in it.
+        opened: Host pid → what the process, or CRIU's code in it, had open and mapped.
+        maps: Reads the tree's mappings.
     """
 
     at_ns: int
@@ -43,29 +54,47 @@ class Standing:
     processes: list[Process]
     namespaces: Namespaces
     ports: list[str]
-    files: list[FoundFile]
+    opened: dict[int, Opened]
+    maps: procfs.MapsReader
 
-    def own_files(self) -> list[FoundFile]:
-        """Return the files that the tree itself has open or mapped, once CRIU is done."""
-        return [file for file in self.files if os.path.lexists(file.reach)]
+    def find_files(self, options: DumpOptions) -> list[FoundFile]:
+        """Find the regular files that the tree has open or mapped. Call it once CRIU is done, before
+        the tree runs again.
+
+        Args:
+            options: Say which files' content is stored.
+        """
+        opened = {}
+        for pid, before in self.opened.items():
+            with suppress(NotFound):  # it was killed; the capture reports it
+                opened[pid] = self._as_it_is(pid, before)
+        return find_files(opened, options, self.at_ns)
+
+    def _as_it_is(self, pid: int, before: Opened) -> Opened:
+        mappings, numbers = self.maps.read(pid), procfs.descriptor_numbers(pid)
+        descriptors = before.descriptors
+        if numbers != [one.number for one in descriptors]:
+            descriptors = procfs.descriptors(pid)
+        return Opened(descriptors, mappings)
 
 
-def observe(root: int, options: DumpOptions, maps: procfs.MapsReader) -> Standing:
+def observe(root: int, maps: procfs.MapsReader, stop: threading.Event | None = None) -> Standing:
     """Read a tree that stands still.
 
     Args:
         root: Host pid of its root.
-        options: Say which files' content is stored.
         maps: Reads its mappings.
+        stop: When set, reading ends.
 
     Raises:
         NotFound: A process was killed meanwhile.
+        DumpFailed: ``stop`` was set.
     """
     at = time.time_ns()
     pids = tree_pids(root)
     alive = [pid for pid in pids if os.path.exists(f"/proc/{pid}/exe")]
     namespaces = describe_namespaces(root)
-    opened = read_opened(alive, maps)
+    opened = read_opened(alive, maps, stop)
     return Standing(
         at,
         pids,
@@ -74,5 +103,6 @@ def observe(root: int, options: DumpOptions, maps: procfs.MapsReader) -> Standin
         describe_processes(pids),
         namespaces,
         listening_ports({pid: own.descriptors for pid, own in opened.items()}),
-        find_files(opened, options, at),
+        opened,
+        maps,
     )

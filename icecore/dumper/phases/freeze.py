@@ -105,7 +105,6 @@ def freeze(request: Request, accepted: Accepted, ready: Ready, running: Phase) -
         ready.copied,
         device,
         (ready.shared, ready.files),
-        request.options,
         accepted.found.maps,
         ready.storing.context,
         request.emit,

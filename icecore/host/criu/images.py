@@ -282,8 +282,9 @@ class RseqAreas:
 
     def look(self) -> None:
         """Read the images that are complete so far."""
-        with suppress(Damaged):
-            self.addresses()
+        for name, size in self._sizes().items():
+            with suppress(Damaged):
+                self._read(name, size)
 
     def addresses(self) -> list[int]:
         """Return the addresses of the areas of all threads that registered one.
@@ -291,16 +292,22 @@ class RseqAreas:
         Raises:
             Damaged: An image is malformed.
         """
+        return sorted(
+            area for name, size in self._sizes().items() for area in self._read(name, size)
+        )
+
+    def _sizes(self) -> dict[str, int]:
         with os.scandir(self._folder) as entries:
-            sizes = {
+            return {
                 entry.name: entry.stat().st_size
                 for entry in entries
                 if entry.name.startswith("core-") and entry.name.endswith(".img")
             }
-        for name, size in sizes.items():
-            if self._found.get(name, (-1, []))[0] != size:
-                self._found[name] = size, _rseq_areas(self._folder / name)
-        return sorted(area for name in sizes for area in self._found[name][1])
+
+    def _read(self, name: str, size: int) -> list[int]:
+        if self._found.get(name, (-1, []))[0] != size:
+            self._found[name] = size, _rseq_areas(self._folder / name)
+        return self._found[name][1]
 
 
 def _rseq_areas(path: Path) -> list[int]:

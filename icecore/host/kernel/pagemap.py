@@ -244,7 +244,7 @@ def contents_of(pid: int, ranges: Sequence[tuple[int, int]], threads: int) -> np
     """
     if not scan_supported():
         pieces = ranges
-    elif threads < 2 or procfs.resident_bytes(pid) < _SEVERAL:
+    elif procfs.resident_bytes(pid) < _SEVERAL:
         threads, pieces = 1, _spans(ranges)
     else:
         pieces = _pieces(ranges)

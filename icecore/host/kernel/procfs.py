@@ -467,12 +467,16 @@ def appeared(
     return found
 
 
+def descriptor_numbers(pid: int) -> list[int]:
+    """Return the numbers of a process's open files, ascending."""
+    with _process(pid):
+        return sorted(int(name) for name in os.listdir(f"/proc/{pid}/fd"))
+
+
 def descriptors(pid: int) -> list[Descriptor]:
     """Return the open files of a process by number; those that are closed meanwhile are left out."""
     found = []
-    with _process(pid):
-        numbers = sorted(int(name) for name in os.listdir(f"/proc/{pid}/fd"))
-    for number in numbers:
+    for number in descriptor_numbers(pid):
         link = f"/proc/{pid}/fd/{number}"
         try:
             target = os.readlink(link)
