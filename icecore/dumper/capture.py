@@ -72,7 +72,7 @@ class Captured:
     """A consistent image of the tree, as far as it has been read.
 
     Attributes:
-        standing: What /proc told of it while it stood still.
+        standing: Facts of the tree, read from /proc while it stood still.
         spaces: Captures of processes, files, shared memory and image files.
         reused: Spaces taken over from the parent as they are.
         files: What the manifest records of open files.

@@ -133,7 +133,7 @@ def test_a_thread_that_its_tracer_lets_run_is_held() -> None:
             assert tree.threads() == {}, "the root runs"
             assert ptrace.interrupt(pids[0]) and ptrace.wait(pids[0], block=True)
             assert ptrace.request(ptrace.CONT, pids[1])
-            eventually(lambda: not procfs.status(pids[1]).stopped)
+            assert eventually(lambda: not procfs.status(pids[1]).stopped)
             assert HeldTree(root.pid).threads() == {}, "it was not seen stopped"
             assert tree.threads() == {pid: [pid] for pid in pids}
         finally:
