@@ -229,12 +229,13 @@ class Devices:
                     cure="dump it again",
                 )
 
-    def checkpoint(self, seconds: float) -> bool:
+    def checkpoint(self, seconds: float, held: Callable[[], None]) -> bool:
         """Checkpoint all processes while CRIU holds every other thread of the tree, so that no thread
         touches what the driver takes away.
 
         Args:
             seconds: How long CRIU may take to freeze the tree.
+            held: Called when CRIU has frozen it, before the driver begins.
 
         Returns:
             False if CRIU did not freeze the tree.
@@ -246,6 +247,7 @@ class Devices:
             if not self._helper.hold(self.pids, seconds):
                 self._helper.leave()  # a CRIU that freezes the tree later fails
                 return False
+            held()
             before = {pid: procfs.read_maps(pid) for pid in self.pids}
             with phase(self._emit, "dump.gpu.checkpoint") as running:
                 done, failed = self._helper.checkpoint(self.pids, populate=self._populate)

@@ -46,7 +46,7 @@ from icecore.dumper.memory.shared import SharedMemory
 from icecore.dumper.memory.spaces import ScanContext, Scanned
 from icecore.dumper.observe.asynchronous_io import has_ring
 from icecore.dumper.observe.files import tree_pids
-from icecore.dumper.observe.standing import Standing, observe
+from icecore.dumper.observe.standing import Ahead, Standing, observe, read_ahead
 from icecore.errors import DumpFailed, NotFound
 from icecore.events import Sink, phase
 from icecore.host.criu.images import RseqAreas
@@ -96,6 +96,26 @@ class Early:
             return False
 
 
+@dataclass
+class _Read:
+    """What has been read so far.
+
+    Attributes:
+        threads: Host pid → the process's threads, of processes whose memory was looked at.
+        present, processes: As in `Early`.
+        own: Host pid → what was to be read, of those that were read.
+        scanned: Host pid → their cells.
+        rings: A process has a ring for asynchronous I/O.
+    """
+
+    threads: dict[int, list[int]] = field(default_factory=dict)
+    present: dict[int, Present] = field(default_factory=dict)
+    processes: dict[int, Scanned] = field(default_factory=dict)
+    own: dict[int, _Own] = field(default_factory=dict)
+    scanned: dict[int, Scanned] = field(default_factory=dict)
+    rings: bool = False
+
+
 @dataclass(frozen=True)
 class _Own:
     """A process that is to be read: its private memory, cut into cells, what is known of them, and
@@ -119,10 +139,13 @@ class EarlyScan:
         images: CRIU's image directory.
         parent: The parent snapshot, if any.
         copied: What pre-copy learnt, by image id.
-        device: Host pid → where device memory lies in the process's memory.
+        device: Returns host pid → where device memory lies in the process's memory, once CRIU
+            collects its pages.
         shared: The tree's shared memory, and files that it has open for writing.
         maps: Reads its mappings.
         emit: Gets the phase ``dump.early``.
+        apart: Host pids of processes in which the driver works while CRIU already holds the others
+            (`driver_works`).
     """
 
     def __init__(
@@ -131,13 +154,16 @@ class EarlyScan:
         images: Path,
         parent: Parent | None,
         copied: Mapping[int, PreCopied],
-        device: Mapping[int, Sequence[tuple[int, int]]],
+        device: Callable[[], Mapping[int, Sequence[tuple[int, int]]]],
         shared: Sequence[SharedMemory],
         maps: procfs.MapsReader,
         context: ScanContext,
         emit: Sink,
+        apart: Collection[int] = (),
     ) -> None:
         self._root = root
+        self._apart = frozenset(apart)
+        self._driver_works = threading.Event()
         self._images = images
         self._parent = parent
         self._copied = copied
@@ -181,64 +207,101 @@ class EarlyScan:
             raise self._failure
         return self._found if self._found is not None and self._found.holds() else None
 
+    def driver_works(self) -> None:
+        """Note that CRIU holds every thread of the tree, except for those that are ``apart``."""
+        self._driver_works.set()
+
     def _run(self) -> None:
         try:
-            held = self._wait()
-            if held is not None:
-                with ThreadPoolExecutor(1, "standing") as pool:
-                    facts = pool.submit(self._observe)
-                    self._found = self._scan(held, facts)
+            with ThreadPoolExecutor(1, "standing") as pool:
+                self._found = self._read(pool)
         except NotFound:
             pass  # it was killed; the capture reports it
         except BaseException as error:  # noqa: BLE001 - raised by `finish`
             self._failure = error
 
-    def _wait(self) -> dict[int, list[int]] | None:
-        """Wait until the whole tree is held and return its threads by host pid; None: CRIU was done
-        before.
+    def _read(self, pool: ThreadPoolExecutor) -> Early | None:
+        """Read what can be read before CRIU is done; None: nothing that counts."""
+        read, ahead = _Read(), None
+        if self._apart and (held := self._wait(self._driver_works.is_set, self._apart)):
+            ahead = pool.submit(read_ahead, list(held), self._maps, self._context.stop)
+            self._scan(held, read, "driver")
+        if not (held := self._wait(self._all_stopped)):
+            return None
+        if any(held.get(pid) != threads for pid, threads in read.threads.items()):
+            return None  # a process has ended since
+        facts = pool.submit(self._observe, ahead)
+        rest = {pid: threads for pid, threads in held.items() if pid not in read.threads}
+        shared = self._scan(rest, read, "criu", self._shared)
+        standing, rseq = facts.result()
+        rseq.look()
+        sharing = {one.image: one.shared for one in read.own.values()}
+        return Early(held, read.present, read.processes, standing, rseq, shared, sharing)
+
+    def _all_stopped(self) -> bool:
+        return (self._images / ALL_STOPPED).exists()
+
+    def _wait(
+        self, begun: Callable[[], bool], apart: Collection[int] = ()
+    ) -> dict[int, list[int]] | None:
+        """Wait until the whole tree, except for some processes, is held, and return its threads by
+        host pid. None: it is too late.
         """
-        tree = HeldTree(self._root)
-        while not self._over.is_set():
-            if (self._images / ALL_STOPPED).exists() and (held := tree.threads()):
+        tree = HeldTree(self._root, apart)
+        while not self._over.is_set() and not (apart and self._all_stopped()):
+            if begun() and (held := tree.threads()):
                 return held
             time.sleep(_POLL_SECONDS)
         return None
 
-    def _observe(self) -> tuple[Standing, RseqAreas]:
-        standing = observe(self._root, self._maps, self._context.stop)
+    def _observe(self, ahead: Future[Ahead] | None) -> tuple[Standing, RseqAreas]:
+        known = ahead.result() if ahead is not None else None
+        standing = observe(self._root, self._maps, self._context.stop, known)
         rseq = RseqAreas(self._images)
         rseq.look()
         return standing, rseq
 
     def _scan(
-        self, held: Mapping[int, Sequence[int]], facts: Future[tuple[Standing, RseqAreas]]
-    ) -> Early:
-        found: dict[int, Scanned] = {}
-        present: dict[int, Present] = {}
+        self,
+        held: Mapping[int, list[int]],
+        read: _Read,
+        during: str,
+        memories: Sequence[SharedMemory] = (),
+    ) -> dict[str, tuple[npt.NDArray[np.void], Scanned]]:
+        """Read the memory of processes, which is noted in ``read``, then shared memory.
+
+        Args:
+            held: Host pid → its threads.
+            during: What works meanwhile: the driver or CRIU.
+
+        Returns:
+            As `Early.shared`.
+        """
         images = tree_pids(self._root)
         copied = with_forked(self._copied, images, self._parent)
+        alive = [image for pid, image in images.items() if not procfs.is_zombie(pid)]
+        order = {image: number for number, image in enumerate(sorted(alive))}
         shared: dict[str, tuple[npt.NDArray[np.void], Scanned]] = {}
-        rings = False
-        order = {image: number for number, image in enumerate(sorted(images[pid] for pid in held))}
         own: dict[int, _Own] = {}
-        with phase(self._emit, "dump.early") as running:
+        with phase(self._emit, "dump.early", during=during) as running:
             for pid, regions, extents in self._look(held):
+                read.threads[pid] = held[pid]
                 image = images[pid]
                 if regions is None:
-                    rings = True
+                    read.rings = True
                     continue
-                present[image] = regions, extents
+                read.present[image] = regions, extents
                 if int(extents["pages"].sum()) * PAGE >= _LEAST_BYTES:
                     stream = order[image] % self._context.streams
                     own[pid] = self._plan(pid, image, regions, extents, stream, copied.get(image))
             saved = 0
-            for process, scanned, elsewhere in self._scan_all(own):
-                found[process.image] = scanned
+            for pid, scanned, elsewhere in self._scan_all(own, read):
+                read.processes[own[pid].image] = scanned
                 running.bytes += scanned.plan.bytes
                 saved += elsewhere
             running.fields["shared"] = saved
-            for memory in () if rings else self._shared:
-                for number, (key, one) in enumerate(memory.objects.items(), len(held)):
+            for memory in () if read.rings else memories:
+                for number, (key, one) in enumerate(memory.objects.items(), len(alive)):
                     if not memory.must_be_read(key):
                         continue
                     extents = one.extents(self._context.threads)
@@ -246,10 +309,7 @@ class EarlyScan:
                     scanned = memory.scan_early(key, extents, self._parent, stream, self._context)
                     shared[key] = extents, scanned
                     running.bytes += scanned.plan.bytes
-        sharing = {one.image: one.shared for one in own.values()}
-        standing, rseq = facts.result()
-        rseq.look()
-        return Early(held, present, found, standing, rseq, shared, sharing)
+        return shared
 
     def _look(
         self, pids: Collection[int]
@@ -287,28 +347,33 @@ class EarlyScan:
         known = copied.known if copied else parent.known if parent else KnownCells.none()
         shared = has_shared_pages(pid, extents)
         with RemoteReader(pid, shared=shared) as reader:
-            wanted = grid(regions, extents, self._device.get(pid, ()), reader, parent, copied)
+            wanted = grid(regions, extents, self._device().get(pid, ()), reader, parent, copied)
         return _Own(image, stream, wanted, plan_cells(wanted, extents), known, shared)
 
-    def _scan_all(self, own: Mapping[int, _Own]) -> Iterator[tuple[_Own, Scanned, int]]:
-        """Scan the processes; yield for each also the bytes of known cells that it shares with another
-        one that was scanned before, which are not read again.
+    def _scan_all(self, own: Mapping[int, _Own], read: _Read) -> Iterator[tuple[int, Scanned, int]]:
+        """Scan processes, and note them in ``read``; yield for each its host pid, and also the bytes
+        of known cells that it shares with another one that was scanned before, which are not read
+        again.
         """
+        before = [pid for pid, one in read.own.items() if one.shared]
         plans = {pid: one.plan for pid, one in own.items() if one.shared}
         context = self._context
-        sources = fork_sources(list(plans))
-        shared = SharedFrames(plans, sources, context.threads, context.stop)
-        scanned: dict[int, Scanned] = {}
+        sources = {
+            pid: source for pid, source in fork_sources([*before, *plans]).items() if pid in plans
+        }
+        earlier = {pid: read.own[pid].plan for pid in before if pid in sources.values()}
+        shared = SharedFrames({**earlier, **plans}, sources, context.threads, context.stop)
+        scanned = read.scanned
 
-        def scan(pid: int, threads: int) -> tuple[_Own, Scanned, int]:
+        def scan(pid: int, threads: int) -> tuple[int, Scanned, int]:
             one = own[pid]
-            read, size = None, 0
+            known, size = None, 0
             if len(one.known.key) and (found := shared.of(pid)) is not None:
                 source, here, there = found
                 fingerprint = scanned[source].result.fingerprint[there]
                 same = ~one.known.differ(one.plan.key[here], fingerprint)
-                read = ReadElsewhere(here[same], fingerprint[same])
-                size = int(one.plan.length[read.row].sum())
+                known = ReadElsewhere(here[same], fingerprint[same])
+                size = int(one.plan.length[known.row].sum())
             with RemoteReader(pid, shared=one.shared) as reader:
                 result = context.scan(
                     reader,
@@ -316,11 +381,11 @@ class EarlyScan:
                     one.plan,
                     one.regions,
                     one.known,
-                    read,
+                    known,
                     shared.shared(pid),
                     threads,
                 )
-            return one, result, size
+            return pid, result, size
 
         # What others may be forks of comes first; the others do not depend on each other.
         first = [pid for pid in own if pid in sources.values()]
@@ -328,8 +393,11 @@ class EarlyScan:
             result = scan(pid, context.threads)
             scanned[pid] = result[1]
             yield result
-        rest = {pid: one.plan.bytes for pid, one in own.items() if pid not in scanned}
-        yield from share_out(scan, rest, context.threads)
+        rest = {pid: one.plan.bytes for pid, one in own.items() if pid not in first}
+        for result in share_out(scan, rest, context.threads):
+            scanned[result[0]] = result[1]
+            yield result
+        read.own.update(own)
 
 
 def share_out(
@@ -366,10 +434,12 @@ class HeldTree:
 
     Args:
         root: Host pid of the tree's root.
+        apart: Host pids of processes that do not count.
     """
 
-    def __init__(self, root: int) -> None:
+    def __init__(self, root: int, apart: Collection[int] = ()) -> None:
         self._root = root
+        self._apart = apart
         self._tracers: dict[int, int] = {}
 
     def threads(self) -> dict[int, list[int]]:
@@ -389,5 +459,5 @@ class HeldTree:
             return {}
 
     def _members(self) -> dict[int, list[int]]:
-        pids = [pid for pid in procfs.tree(self._root) if not procfs.is_zombie(pid)]
-        return {pid: procfs.threads(pid) for pid in pids}
+        pids = [pid for pid in procfs.tree(self._root) if pid not in self._apart]
+        return {pid: procfs.threads(pid) for pid in pids if not procfs.is_zombie(pid)}

@@ -11,8 +11,10 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from icecore.dumper.observe.facts import (
     describe_namespaces,
@@ -78,23 +80,56 @@ class Standing:
         return Opened(descriptors, mappings)
 
 
-def observe(root: int, maps: procfs.MapsReader, stop: threading.Event | None = None) -> Standing:
+class Ahead(NamedTuple):
+    """What some processes of a tree have open and mapped, read before the others stood still.
+
+    Attributes:
+        at_ns: A time before it was read, ns since the epoch.
+        opened: By host pid.
+    """
+
+    at_ns: int
+    opened: dict[int, Opened]
+
+
+def read_ahead(
+    pids: Sequence[int], maps: procfs.MapsReader, stop: threading.Event | None = None
+) -> Ahead:
+    """Read what processes that stand still have open and mapped.
+
+    Args:
+        stop: When set, reading ends.
+
+    Raises:
+        DumpFailed: ``stop`` was set.
+    """
+    return Ahead(time.time_ns(), read_opened(pids, maps, stop))
+
+
+def observe(
+    root: int,
+    maps: procfs.MapsReader,
+    stop: threading.Event | None = None,
+    ahead: Ahead | None = None,
+) -> Standing:
     """Read a tree that stands still.
 
     Args:
         root: Host pid of its root.
         maps: Reads its mappings.
         stop: When set, reading ends.
+        ahead: What was read of some processes before.
 
     Raises:
         NotFound: A process was killed meanwhile.
         DumpFailed: ``stop`` was set.
     """
-    at = time.time_ns()
+    at, known = ahead or Ahead(time.time_ns(), {})
     pids = tree_pids(root)
     alive = [pid for pid in pids if os.path.exists(f"/proc/{pid}/exe")]
     namespaces = describe_namespaces(root)
-    opened = read_opened(alive, maps, stop)
+    rest = read_opened([pid for pid in alive if pid not in known], maps, stop)
+    opened = {pid: own for pid in alive if (own := known.get(pid) or rest.get(pid)) is not None}
     return Standing(
         at,
         pids,

@@ -6,7 +6,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,6 @@ from pathlib import Path
 from icecore.dumper.capture import HIDDEN_FILE
 from icecore.dumper.freeze.guard_process import WINDOW_PRIORITY
 from icecore.dumper.freeze.streamed import receive
-from icecore.dumper.gpu.devices import Devices
 from icecore.dumper.memory.early import Early, EarlyScan
 from icecore.dumper.observe.files import tree_pids
 from icecore.dumper.phases.preflight import Accepted
@@ -87,43 +86,56 @@ def freeze(request: Request, accepted: Accepted, ready: Ready, running: Phase) -
     window = ready.window
     ends = request.stopping.decide()
     window.begin(limited=not ends)
-    if ready.devices is None:
-        window.go()
-    else:
-        _checkpoint(accepted, ready, ready.devices)
-    device = ready.devices.ranges if ready.devices is not None else {}
     if request.options.memory == "streamed":
+        _stop(accepted, ready)
         window.freeze(streamed=True)
         running.fields["streamed"] = receive(
             ready.guard.pages(), request.criu.version, ready.images, _STREAM_SECONDS
         )
-        return Frozen(ends, device, None)
+        return Frozen(ends, _device(ready), None)
     with EarlyScan(
         request.target.pid,
         ready.images,
         ready.storing.parent,
         ready.copied,
-        device,
+        lambda: _device(ready),
         (ready.shared, ready.files),
         accepted.found.maps,
         ready.storing.context,
         request.emit,
+        ready.devices.pids if ready.devices is not None else (),
     ) as early:
+        _stop(accepted, ready, early.driver_works)
         window.freeze()
         running.fields["freeze_seconds"] = time.monotonic() - window.started
-        return Frozen(ends, device, early.finish())
+        return Frozen(ends, _device(ready), early.finish())
 
 
-def _checkpoint(accepted: Accepted, ready: Ready, devices: Devices) -> None:
-    """Lock the GPU processes, let CRIU go on, and move device memory out once it holds the tree."""
-    window, storing, gpus = ready.window, ready.storing, accepted.found.gpus
+def _device(ready: Ready) -> Mapping[int, Sequence[tuple[int, int]]]:
+    return ready.devices.ranges if ready.devices is not None else {}
+
+
+def _stop(
+    accepted: Accepted, ready: Ready, driver_works: Callable[[], None] = lambda: None
+) -> None:
+    """Have CRIU stop the tree. If it has GPU processes, lock these before, and move device memory
+    out once CRIU holds the tree.
+
+    Args:
+        driver_works: Called when it does.
+    """
+    window, devices = ready.window, ready.devices
+    if devices is None:
+        window.go()
+        return
+    storing, gpus = ready.storing, accepted.found.gpus
     # The parent may mislead about how much changes. The driver copies for so long that staging for
     # all of it can be faulted in meanwhile.
     with storing.staging.growing(gpus.most_bytes >> 20 if gpus else 0):
         devices.lock(window.left, storing.context, storing.parent)
         window.go()
         left = _FREEZE_SECONDS if window.left is None else min(_FREEZE_SECONDS, window.left)
-        if not devices.checkpoint(left):
+        if not devices.checkpoint(left, driver_works):
             window.freeze()  # raises what CRIU says
             raise DumpFailed(f"CRIU did not freeze the tree within {left:.0f} s")
 
