@@ -39,6 +39,7 @@ CRIU_SOURCES = [
     "icecore/host/criu/facts.c",
     "icecore/host/criu/freezer.c",
     "icecore/host/criu/limits.c",
+    "icecore/host/criu/mappings.c",
     "icecore/host/criu/memcpy.c",
     "icecore/host/criu/names.c",
     "icecore/host/criu/pages.c",

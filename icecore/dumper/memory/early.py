@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,8 +50,10 @@ from icecore.dumper.observe.standing import Ahead, Standing, observe, read_ahead
 from icecore.errors import DumpFailed, NotFound
 from icecore.events import Sink, phase
 from icecore.host.criu.images import RseqAreas
+from icecore.host.criu.mappings import copy_mappings
 from icecore.host.kernel import procfs
 from icecore.host.kernel.memory import RemoteReader
+from icecore.host.kernel.scanning import native_scan_lacks
 from icecore.sizes import PAGE
 from icecore.store.format.manifest import Region
 
@@ -60,6 +62,8 @@ _T = TypeVar("_T")
 _POLL_SECONDS = 0.001
 #: Least private memory of a process for which the early scan pays off.
 _LEAST_BYTES = 8 << 20
+#: Threads that copy mappings for CRIU.
+_COPIERS = 2
 #: An image that CRIU opens once every thread stands still (cr-dump.c: collect_pstree comes before
 #: cr_glob_imgset_open).
 ALL_STOPPED = "files.img"
@@ -144,6 +148,8 @@ class EarlyScan:
         shared: The tree's shared memory, and files that it has open for writing.
         maps: Reads its mappings.
         emit: Gets the phase ``dump.early``.
+        hidden: The file that notes what CRIU was kept from seeing, so that mappings can be copied
+            for it (`icecore.host.criu.mappings`); None: CRIU sees everything.
         apart: Host pids of processes in which the driver works while CRIU already holds the others
             (`driver_works`).
     """
@@ -159,9 +165,11 @@ class EarlyScan:
         maps: procfs.MapsReader,
         context: ScanContext,
         emit: Sink,
+        hidden: Path | None = None,
         apart: Collection[int] = (),
     ) -> None:
         self._root = root
+        self._hidden = hidden
         self._apart = frozenset(apart)
         self._driver_works = threading.Event()
         self._images = images
@@ -213,30 +221,54 @@ class EarlyScan:
 
     def _run(self) -> None:
         try:
-            with ThreadPoolExecutor(1, "standing") as pool:
-                self._found = self._read(pool)
+            with (
+                ThreadPoolExecutor(1, "standing") as standing,
+                ThreadPoolExecutor(_COPIERS, "mappings") as mappings,
+            ):
+                self._found = self._read(standing, mappings)
         except NotFound:
             pass  # it was killed; the capture reports it
         except BaseException as error:  # noqa: BLE001 - raised by `finish`
             self._failure = error
 
-    def _read(self, pool: ThreadPoolExecutor) -> Early | None:
-        """Read what can be read before CRIU is done; None: nothing that counts."""
+    def _read(self, standing: ThreadPoolExecutor, mappings: ThreadPoolExecutor) -> Early | None:
+        """Read what can be read before CRIU is done; None: nothing that counts.
+
+        Args:
+            standing, mappings: Read facts, and copy mappings for CRIU.
+        """
         read, ahead = _Read(), None
         if self._apart and (held := self._wait(self._driver_works.is_set, self._apart)):
-            ahead = pool.submit(read_ahead, list(held), self._maps, self._context.stop)
-            self._scan(held, read, "driver")
+            images = tree_pids(self._root)
+            self._copy_mappings(held, images, mappings)
+            ahead = standing.submit(read_ahead, list(held), self._maps, self._context.stop)
+            self._scan(held, images, read, "driver")
         if not (held := self._wait(self._all_stopped)):
             return None
         if any(held.get(pid) != threads for pid, threads in read.threads.items()):
             return None  # a process has ended since
-        facts = pool.submit(self._observe, ahead)
+        images = tree_pids(self._root)
         rest = {pid: threads for pid, threads in held.items() if pid not in read.threads}
-        shared = self._scan(rest, read, "criu", self._shared)
-        standing, rseq = facts.result()
+        self._copy_mappings(list(rest)[1:], images, mappings)  # CRIU reads the first one's now
+        facts = standing.submit(self._observe, ahead)
+        shared = self._scan(rest, images, read, "criu", self._shared)
+        known, rseq = facts.result()
         rseq.look()
         sharing = {one.image: one.shared for one in read.own.values()}
-        return Early(held, read.present, read.processes, standing, rseq, shared, sharing)
+        return Early(held, read.present, read.processes, known, rseq, shared, sharing)
+
+    def _copy_mappings(
+        self, pids: Iterable[int], images: Mapping[int, int], pool: ThreadPoolExecutor
+    ) -> None:
+        """Begin to copy the mappings of processes for CRIU."""
+        if self._hidden is None or native_scan_lacks():
+            return
+        processes = iter([(pid, images[pid]) for pid in pids])
+        for _ in range(_COPIERS):
+            pool.submit(copy_mappings, self._hidden, processes, self._is_over)
+
+    def _is_over(self) -> bool:
+        return self._over.is_set() or self._context.stop.is_set()
 
     def _all_stopped(self) -> bool:
         return (self._images / ALL_STOPPED).exists()
@@ -264,6 +296,7 @@ class EarlyScan:
     def _scan(
         self,
         held: Mapping[int, list[int]],
+        images: Mapping[int, int],
         read: _Read,
         during: str,
         memories: Sequence[SharedMemory] = (),
@@ -272,12 +305,12 @@ class EarlyScan:
 
         Args:
             held: Host pid → its threads.
+            images: Host pid → image id of all processes of the tree.
             during: What works meanwhile: the driver or CRIU.
 
         Returns:
             As `Early.shared`.
         """
-        images = tree_pids(self._root)
         copied = with_forked(self._copied, images, self._parent)
         alive = [image for pid, image in images.items() if not procfs.is_zombie(pid)]
         order = {image: number for number, image in enumerate(sorted(alive))}

@@ -103,6 +103,7 @@ def freeze(request: Request, accepted: Accepted, ready: Ready, running: Phase) -
         accepted.found.maps,
         ready.storing.context,
         request.emit,
+        ready.images / HIDDEN_FILE if ready.hiding else None,
         ready.devices.pids if ready.devices is not None else (),
     ) as early:
         _stop(accepted, ready, early.driver_works)

@@ -8,6 +8,7 @@ import ctypes
 import errno
 import functools
 import importlib.util
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -171,6 +172,22 @@ def data_ranges(file: int, start: int, end: int) -> npt.NDArray[np.uint64] | Non
         if count < len(out):
             return np.concatenate(found)
         start = int(out[-1, 1])
+
+
+def copy_file(source: int, target: int) -> None:
+    """Copy the rest of a file, such as one of /proc, which the kernel hands out in small pieces,
+    without the interpreter. Only if the native library can be used (`native_scan_lacks`).
+
+    Args:
+        source, target: Descriptors.
+
+    Raises:
+        OSError: It cannot be read or written.
+    """
+    word = ctypes.c_int64
+    call = ctypes.CFUNCTYPE(word, word, word)(("copy_file", _library()))
+    if failed := call(source, target):
+        raise OSError(failed, os.strerror(failed))
 
 
 @functools.cache

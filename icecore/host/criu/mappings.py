@@ -1,0 +1,49 @@
+"""The smaps of processes that stand still, copied ahead of CRIU, which reads one after the other
+(icecore/host/criu/mappings.c).
+
+The kernel counts the pages of each mapping for that file. CRIU does not need the counts, but there is
+no other source of the mappings' flags.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from icecore.host.kernel.scanning import copy_file
+
+
+def copy_mappings(
+    hidden: Path, processes: Iterable[tuple[int, int]], over: Callable[[], bool]
+) -> None:
+    """Copy smaps of processes that CRIU holds. A process to which CRIU has come already, or that was
+    killed, is left out.
+
+    Args:
+        hidden: The file that notes what CRIU was kept from seeing; it lies in CRIU's image directory.
+        processes: Pid and image id of each, in the order in which CRIU comes to them.
+        over: Whether CRIU is done.
+    """
+    for pid, image in processes:
+        if over():
+            return
+        # CRIU opens this image once it has read the mappings.
+        if not hidden.with_name(f"mm-{image}.img").exists():
+            with suppress(OSError):  # without a copy, CRIU reads the file itself
+                _copy(pid, hidden.with_name(f"{hidden.name}.{pid}.smaps.log"))
+
+
+def _copy(pid: int, target: Path) -> None:
+    unfinished = target.with_name(f"{target.name}.tmp.log")
+    source = os.open(f"/proc/{pid}/smaps", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        copy = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            copy_file(source, copy)
+        finally:
+            os.close(copy)
+    finally:
+        os.close(source)
+    os.rename(unfinished, target)
