@@ -155,7 +155,7 @@ setup(
         ),
         Program(
             "icecore.host.kernel/libicecore-scan.so",
-            ["icecore/host/kernel/scan_cells.c"],
+            ["icecore/host/kernel/scan_cells.c", "icecore/host/kernel/proc_files.c"],
             LIBRARY_FLAGS,
             "memory is scanned through the interpreter, which is slower on many cores",
             [],

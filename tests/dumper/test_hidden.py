@@ -74,6 +74,17 @@ KINDS = {
         "put(m + MIB, os.urandom(MIB))",
         False,
     ),
+    "small file": (
+        "open('f', 'wb').write(os.urandom(MIB)); f = os.open('f', os.O_RDONLY); m = libc.mmap(None, MIB, 3, 2, f, 0); os.close(f); "
+        "put(m + 4096, os.urandom(70000)); libc.mprotect(m, 8192, 1)",
+        None,
+    ),
+    "code of a file": (
+        "open('f', 'wb').write(os.urandom(3 * MIB)); f = os.open('f', os.O_RDONLY); m = libc.mmap(None, 3 * MIB, 7, 2, f, 0); os.close(f); "
+        "put(m + MIB, os.urandom(MIB))",
+        False,
+    ),
+    "small": ("m = private(70000); put(m, os.urandom(66000))", None),
     "inherited": (
         "m = private(3 * MIB); put(m, os.urandom(2 * MIB)); child = os.fork()\n"
         "if child == 0: put(m + MIB, bytes(70000)); time.sleep(1000)\n"

@@ -92,7 +92,7 @@ def test_a_criu_that_fails_while_it_holds(
         for images in store.workdir.glob("icecore-dump-*"):
             images.rename(images.with_name("gone"))
             shutil.rmtree(images.with_name("gone"))
-        return checkpoint(self, seconds)
+        return checkpoint(self, seconds, held)
 
     monkeypatch.setattr(dumping.Devices, "checkpoint", without_images)
     began = time.monotonic()

@@ -1,5 +1,5 @@
-"""The library that CRIU gets keeps private anonymous memory from it, nothing else, and nothing that
-it cannot write down.
+"""The library that CRIU gets keeps private memory from it, nothing else, and nothing that it cannot
+write down.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from icecore.errors import Damaged
-from icecore.host.criu.hidden import LEAST_BYTES, read_hidden
+from icecore.host.criu.hidden import read_hidden
 from icecore.host.criu.libraries import CRIU_LIBRARY, dump_environment
 from icecore.host.kernel import procfs
 from icecore.host.kernel.pagemap import guards_told, scan_supported
@@ -40,7 +40,7 @@ int main(void)
     struct range range;
     while (fgets(line, sizeof line, stdin)) {
         line[strcspn(line, "\\n")] = 0;
-        int found = anonymous(line, &range);
+        int found = hideable(line, &range);
         printf("%d %lu %lu\\n", found, range.start, range.end);
     }
     return 0;
@@ -71,31 +71,80 @@ def ask(
 
 
 @needs_library
-def test_private_anonymous_memory_is_hidden_and_written_down(tmp_path: Path) -> None:
+def test_private_memory_is_hidden_and_written_down(tmp_path: Path) -> None:
     code = """
     a = anonymous(8 << 20); ctypes.memset(a, 1, 8 << 20)
     b = anonymous(4 << 20); libc.mprotect(b, 4096, 0); ctypes.memset(b + 4096, 1, (4 << 20) - 4096)
     libc.sbrk.restype = ctypes.c_void_p
     c = libc.sbrk(4 << 20); ctypes.memset(c, 1, 4 << 20)
-    say(a, b, c); hear()
+    f = os.memfd_create("x"); os.ftruncate(f, 4 << 20)
+    d = libc.mmap(None, 4 << 20, 3, 2, f, 0); ctypes.memset(d + (1 << 20), 1, 1 << 20)
+    say(a, b, c, d); hear()
     """
     file = tmp_path / "hidden"
     file.touch()
     with target(code) as it:
-        a, b, c = map(int, it.hear())
+        a, b, c, d = map(int, it.hear())
         heap = -(-c // 4096) * 4096
         b += 4096
         ranges = [
             (a, a + 8 * MIB),
-            (b, b + LEAST_BYTES),
+            (b, b + MIB),
             (heap, heap + 3 * MIB),
+            (d, d + 4 * MIB),
             (a + MIB, a + 4 * MIB),
         ]
-        assert ask(it.pid, *ranges, hidden=None) == [8 * MIB, LEAST_BYTES, 3 * MIB, 3 * MIB]
+        assert ask(it.pid, *ranges, hidden=None) == [8 * MIB, MIB, 3 * MIB, MIB, 3 * MIB]
         assert read_hidden(file) == {}
-        assert ask(it.pid, *ranges, hidden=file) == [0, 0, 0, 0]
+        assert ask(it.pid, *ranges, hidden=file) == [0, 0, 0, 0, 0]
         # What was asked for twice is there once.
-        assert read_hidden(file)[it.pid].tolist() == sorted(ranges[:3])
+        assert read_hidden(file)[it.pid].tolist() == sorted(ranges[:4])
+
+
+@needs_library
+def test_of_several_mappings_only_what_may_be_hidden_is(tmp_path: Path) -> None:
+    """CRIU asks for several small mappings at once."""
+    code = """
+    a = anonymous(1 << 20); ctypes.memset(a, 1, 1 << 20)
+    f = os.memfd_create("x"); os.ftruncate(f, 1 << 20)
+    def over(at, protection, flags): assert libc.mmap(a + at, 1 << 16, protection, flags, f, 0) == a + at; return a + at
+    private = over(1 << 16, 3, 0x12); ctypes.memset(private, 2, 1 << 15)
+    shared = over(3 << 16, 3, 0x11); ctypes.memset(shared, 3, 1 << 15)
+    code = over(5 << 16, 7, 0x12); ctypes.memset(code, 4, 1 << 14)
+    libc.munmap(a + (7 << 16), 1 << 16)
+    say(a); hear()
+    """
+    file = tmp_path / "hidden"
+    file.touch()
+    with target(code) as it:
+        (a,) = map(int, it.hear())
+        part = 1 << 16
+        assert ask(it.pid, (a + 4096, a + MIB - 4096), hidden=file) == [(1 << 15) + (1 << 14)]
+        assert read_hidden(file)[it.pid].tolist() == [
+            (a + 4096, a + part),
+            (a + part, a + 2 * part),
+            (a + 2 * part, a + 3 * part),
+            (a + 4 * part, a + 5 * part),
+            (a + 6 * part, a + 7 * part),
+            (a + 8 * part, a + MIB - 4096),
+        ]
+
+
+@needs_library
+def test_an_answer_with_very_many_parts_is_the_kernels(tmp_path: Path) -> None:
+    code = """
+    a = anonymous(10000 * 8192)
+    for i in range(10000):
+        libc.mprotect(a + i * 8192, 4096, 1)
+    ctypes.memset(a + 4096, 1, 4096)
+    say(a); hear()
+    """
+    file = tmp_path / "hidden"
+    file.touch()
+    with target(code) as it:
+        (a,) = map(int, it.hear())
+        assert ask(it.pid, (a, a + 10000 * 8192), hidden=file) == [4096]
+        assert file.stat().st_size == 0
 
 
 @needs_library
@@ -103,26 +152,25 @@ def test_all_else_is_seen(tmp_path: Path) -> None:
     code = """
     shared = anonymous(4 << 20, flags=0x21); ctypes.memset(shared, 1, 4 << 20)
     f = os.memfd_create("x"); os.ftruncate(f, 4 << 20)
-    private = libc.mmap(None, 4 << 20, 3, 2, f, 0); ctypes.memset(private, 1, 4 << 20)
-    small = anonymous(4 << 20); ctypes.memset(small, 1, 4 << 20)
-    two = anonymous(4 << 20); libc.mprotect(two + (2 << 20), 2 << 20, 1); ctypes.memset(two, 1, 2 << 20)
+    code = libc.mmap(None, 4 << 20, 7, 2, f, 0); ctypes.memset(code, 1, 4 << 20)
+    zero = os.open("/dev/zero", os.O_RDWR)
+    device = libc.mmap(None, 4 << 20, 3, 2, zero, 0); ctypes.memset(device, 1, 4 << 20)
     guarded = anonymous(4 << 20); libc.madvise(guarded, 1 << 20, 102)
-    say(shared, private, small, two, guarded); hear()
+    say(shared, code, device, guarded); hear()
     """
     file = tmp_path / "hidden"
     file.touch()
     with target(code) as it:
-        shared, private, small, two, guarded = map(int, it.hear())
+        shared, code, device, guarded = map(int, it.hear())
         seen = ask(
             it.pid,
             (shared, shared + 4 * MIB),
-            (private, private + 4 * MIB),
-            (small, small + LEAST_BYTES - 4096),
-            (two, two + 4 * MIB),
+            (code, code + 4 * MIB),
+            (device, device + 4 * MIB),
             (guarded, guarded + 4 * MIB, int(guards_told())),
             hidden=file,
         )
-    assert seen == [4 * MIB, 4 * MIB, LEAST_BYTES - 4096, 2 * MIB, MIB if guards_told() else 0]
+    assert seen == [4 * MIB, 4 * MIB, 4 * MIB, MIB if guards_told() else 0]
     assert file.stat().st_size == 0
 
 
@@ -148,7 +196,7 @@ def test_a_process_with_very_many_mappings(tmp_path: Path) -> None:
     with target(code) as it:
         a, b = map(int, it.hear())
         assert ask(it.pid, (a, a + 4 * MIB), (b, b + 4 * MIB), hidden=file) == [0, 0]
-        assert read_hidden(file)[it.pid].tolist() == [(b, b + 4 * MIB)]
+        assert read_hidden(file)[it.pid].tolist() == [(b, b + 4 * MIB)], "nothing is there"
 
 
 @pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
@@ -177,9 +225,15 @@ def test_lines_of_maps_are_read_as_by_the_dumper(tmp_path: Path) -> None:
         f"{start} rw-p 00000000 00:00 0                          [stack]": False,
         f"{start} rw-p 00000000 00:00 0                          [anon_shmem:x]": False,
         f"{start} rw-p 00000000 00:00 0                          anon_inode:[perf_event]": False,
-        f"{start} rw-p 00001000 fd:01 1234                       /lib/x [heap]": False,
-        f"{start} rw-p 00000000 00:01 77                         /memfd:[heap] (deleted)": False,
+        f"{start} rw-p 00001000 fd:01 1234                       /lib/x [heap]": True,
+        f"{start} r--p 00001000 fd:01 1234                       /lib/x": True,
+        f"{start} r-xp 00001000 fd:01 1234                       /lib/x": False,
+        f"{start} rw-s 00001000 fd:01 1234                       /lib/x": False,
+        f"{start} rw-p 00000000 00:01 77                         /memfd:[heap] (deleted)": True,
+        f"{start} rw-p 00000000 00:01 78                         /anon_hugepage (deleted)": False,
         f"{start} rw-p 00000000 00:05 9                          /dev/zero": False,
+        f"{start} r--p 00000000 00:00 0                          [vvar]": False,
+        f"{start} rw-s 00000000 00:0f 9                          /[aio] (deleted)": False,
     }
     lines = [*kinds, *Path("/proc/self/maps").read_text().splitlines()]
     done = subprocess.run(
@@ -193,8 +247,9 @@ def test_lines_of_maps_are_read_as_by_the_dumper(tmp_path: Path) -> None:
     said = [line.split() for line in done.stdout.splitlines()]
     parsed = procfs.parse_maps("\n".join([*lines, ""]).encode())
     assert len(parsed) == len(said) == len(lines)
-    assert [private == "1" for private, _, _ in said] == [mapping.anonymous for mapping in parsed]
-    assert [mapping.anonymous for mapping in parsed[: len(kinds)]] == list(kinds.values())
+    ours = [mapping.anonymous or mapping.holds_private_data for mapping in parsed]
+    assert [private == "1" for private, _, _ in said] == ours
+    assert ours[: len(kinds)] == list(kinds.values())
     assert all(
         (int(a), int(b)) == (m.start, m.end) for (_, a, b), m in zip(said, parsed, strict=True)
     )

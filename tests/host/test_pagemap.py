@@ -122,7 +122,7 @@ def test_guard_pages_hold_nothing():
     """
     with target(code) as it, pagemap.Pagemap(it.pid) as pages:
         (a,) = map(int, it.hear())
-        assert pages.contents(a, a + 16 * 4096)["start"].tolist() == [a, a + 6 * 4096]
+        assert pages.contents([(a, a + 16 * 4096)])["start"].tolist() == [a, a + 6 * 4096]
         guards = pages.guards(a, a + 16 * 4096)
         assert guards[["start", "end"]].tolist() == [(a + 4 * 4096, a + 6 * 4096)]
 
@@ -138,4 +138,4 @@ def test_a_process_that_ends_while_its_map_is_open():
         (a,) = map(int, it.hear())
         pages = pagemap.Pagemap(it.pid)
     with pages, suppress(NotFound):  # or there is nothing, depending on the kernel
-        assert not len(pages.contents(a, a + 64 * PAGE))
+        assert not len(pages.contents([(a, a + 64 * PAGE)]))

@@ -19,12 +19,13 @@ from icecore.dumper.memory.shared import SharedObject, shared_regions
 from icecore.errors import DumpFailed
 from icecore.host.criu.hidden import RANGE, Ranges
 from icecore.host.criu.pagemap_image import ENTRY, PE_LAZY, PE_PRESENT, load_pagemap, write_pagemap
+from icecore.host.kernel.procfs import MAP_PRIVATE
 from icecore.sizes import PAGE
 from icecore.store.format.manifest import Region
 
 Extents = npt.NDArray[np.void]
 
-_ANONYMOUS = 0x02 | 0x20  # MAP_PRIVATE and MAP_ANONYMOUS
+_ANONYMOUS = 0x20  # MAP_ANONYMOUS
 
 
 def find_hidden(
@@ -34,24 +35,17 @@ def find_hidden(
 
     Args:
         regions: The VMAs of the process's mm image.
-        hidden: RANGE records, ascending, each within one of ``regions``.
+        hidden: RANGE records, ascending.
         known: What was already looked up since the process stands still.
         threads: Number of threads that look up the rest.
 
     Returns:
-        EXTENT records, ascending, none across the end of a hidden range.
+        EXTENT records, ascending, none across the end of a hidden range or a region.
 
     Raises:
-        DumpFailed: A hidden range is not private anonymous memory of the process.
+        DumpFailed: A hidden range is not all private memory of the process.
     """
-    of = _regions_of(hidden, regions)
-    flags = np.array([region.flags for region in regions] + [0], np.int64)[of]
-    wrong = np.flatnonzero((flags & _ANONYMOUS) != _ANONYMOUS)
-    if len(wrong):
-        at = int(hidden["start"][wrong[0]])
-        raise DumpFailed(
-            f"memory at {at:#x} of process {pid} was hidden from CRIU, but it is not private, or is of a file"
-        )
+    hidden = _private_parts(pid, regions, hidden)
     if known is None:
         return _find_present(pid, hidden, threads)
     there = _regions_of(hidden, known[0]) >= 0
@@ -113,6 +107,32 @@ def clip(extents: Extents, ranges: Ranges) -> Extents:
     out = np.empty(len(source), EXTENT)
     out["address"] = np.maximum(low[source], ranges["start"][at])
     out["pages"] = (np.minimum(high[source], ranges["end"][at]) - out["address"]) // np.uint64(PAGE)
+    return out
+
+
+def _private_parts(pid: int, regions: list[Region], hidden: Ranges) -> Ranges:
+    """Return the hidden ranges cut where regions end, because CRIU makes neighbours readable, so that
+    they become one mapping for a while.
+
+    Raises:
+        DumpFailed: A part is not in private memory of no file, or of a file.
+    """
+    private = [
+        (region.start, region.start + region.length)
+        for region in regions
+        if region.flags & MAP_PRIVATE and (region.flags & _ANONYMOUS or region.kind == "file")
+    ]
+    ranges = np.empty(len(hidden), EXTENT)
+    ranges["address"] = hidden["start"]
+    ranges["pages"] = (hidden["end"] - hidden["start"]) // np.uint64(PAGE)
+    parts = clip(ranges, np.array(private, RANGE))
+    if int(parts["pages"].sum()) != int(ranges["pages"].sum()):
+        raise DumpFailed(
+            f"memory of process {pid} was hidden from CRIU, but part of it is not private"
+        )
+    out = np.empty(len(parts), RANGE)
+    out["start"] = parts["address"]
+    out["end"] = parts["address"] + parts["pages"] * np.uint64(PAGE)
     return out
 
 

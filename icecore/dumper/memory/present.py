@@ -24,13 +24,15 @@ Present = tuple[list[Region], npt.NDArray[np.void]]
 
 
 def private_regions(mappings: Iterable[procfs.Mapping]) -> list[Region]:
-    """Return the private anonymous mappings of a process except its stacks: the memory that CRIU
-    leaves to be read in place.
+    """Return the private mappings of a process except its stacks and code of files: the memory that
+    CRIU leaves to be read in place.
     """
     out = []
     for mapping in mappings:
-        if mapping.anonymous:
+        if mapping.anonymous or mapping.holds_private_data:
             kind = "heap" if mapping.path == "[heap]" else "anonymous"
+            if mapping.inode:
+                kind = "file"
             out.append(
                 Region(
                     mapping.start,
@@ -54,7 +56,7 @@ def ranges_of(regions: Sequence[Region]) -> list[tuple[int, int]]:
 def present_extents(
     pid: int, ranges: Sequence[tuple[int, int]], threads: int
 ) -> npt.NDArray[np.void]:
-    """Return the pages in and between ``ranges`` that hold something, as EXTENT records
+    """Return the pages in ``ranges`` that hold something, as EXTENT records
     (`icecore.host.kernel.pagemap.contents_of`).
     """
     runs = contents_of(pid, ranges, threads)

@@ -14,7 +14,7 @@ from icecore.dumper.memory.shared import open_shared
 from icecore.dumper.observe.files import ghosts
 from icecore.dumper.observe.inspection import Inspection, ProcessInspection
 from icecore.errors import NotFound
-from icecore.host.criu.hidden import LEAST_BYTES, hides
+from icecore.host.criu.hidden import hides
 from icecore.host.criu.libraries import CRIU_LIBRARY
 from icecore.host.kernel import libc, limits, oom, procfs
 from icecore.host.kernel.kcmp import kcmp
@@ -220,11 +220,7 @@ def _held_in_pipes(found: Inspection) -> int:
         # By then, device memory is in the processes.
         return found.private_bytes + (found.gpus.most_bytes if found.gpus else 0)
     seen = (
-        sum(
-            m.length
-            for m in p.mappings
-            if m.private and not (m.anonymous and m.length >= LEAST_BYTES)
-        )
+        sum(m.length for m in p.mappings if m.private and not (m.anonymous or m.holds_private_data))
         for p in found.living
     )
     return sum(min(p.private_bytes, size) for p, size in zip(found.living, seen, strict=True))

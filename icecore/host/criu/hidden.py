@@ -14,10 +14,6 @@ from icecore.host.criu.libraries import CRIU_LIBRARY
 from icecore.host.criu.program import Criu
 from icecore.host.kernel.limits import kernel_version
 from icecore.host.kernel.pagemap import scan_supported
-from icecore.sizes import HUGE_PAGE, PAGE
-
-#: Mappings smaller than this are not hidden (LEAST in icecore/host/criu/pages.c).
-LEAST_BYTES = HUGE_PAGE + PAGE
 
 #: A range of addresses.
 RANGE = np.dtype([("start", "<u8"), ("end", "<u8")])

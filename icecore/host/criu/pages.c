@@ -1,15 +1,18 @@
-/* Preloaded into CRIU: private anonymous memory appears empty to it. Whatever is hidden is recorded
- * first; if it cannot be recorded, nothing is hidden.
+/* Preloaded into CRIU: private memory appears empty to it. Whatever is hidden is recorded first; if it
+ * cannot be recorded, nothing is hidden.
  *
- * In a lazy dump CRIU (4.0 to 4.2: criu/mem.c, generate_iovs and drain_pages) walks the pages of
- * one process after the other and has each put its own into pipes, from which nobody reads: the
- * dumper reads memory in place. That adds about 45 ms of window for each GiB of 4 KiB pages, and a
- * descriptor for every 2 MiB. Where ICECORE_HIDDEN names a file, PAGEMAP_SCAN
- * (criu/pagemap-cache.c, pmc_fill) of a range within one private anonymous mapping of another
- * process finds nothing, and a struct hidden at the end of that file records the range.
+ * In a lazy dump CRIU (4.0 to 4.2: criu/mem.c, generate_iovs, drain_pages and xfer_pages) walks the
+ * pages of one process after the other, has each put its own into pipes, and writes those that cannot
+ * be restored lazily into its images. But the dumper reads all memory in place. That adds about 45 ms
+ * of window for each GiB of 4 KiB pages, some 5 ms for each process of an interpreter with libraries,
+ * whose relocations are private pages of files, and a descriptor for every 2 MiB. Where
+ * ICECORE_HIDDEN names a file, PAGEMAP_SCAN (criu/pagemap-cache.c, pmc_fill) of another process finds
+ * nothing in its private mappings, and for each part of the asked range that lies in such a mapping a
+ * struct hidden at the end of that file records it.
  *
- * The kernel answers everything else: memory of files and shared memory (which CRIU writes), the
- * search for guard pages, and small ranges.
+ * The kernel answers everything else: stacks, code and data of the kernel, code of files (where CRIU
+ * has system calls made, which changes pages), device files, shared memory (which CRIU writes), and
+ * the search for guard pages.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -23,10 +26,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* More than CRIU's cache holds (PMC_SIZE): for less, CRIU asks for several mappings at once, which
- * may have become one since (it makes all readable). */
-#define LEAST (((uint64_t)2 << 20) + 4096)
 #define ROOM ((size_t)256 << 10)
+#define MOST ((size_t)4096) /* parts, and runs, of one answer */
 
 /* linux/fs.h from 6.7 on; where this is built may be older. */
 struct scan {
@@ -44,8 +45,12 @@ struct hidden {
 	uint64_t pid, start, end;
 };
 
-/* The private anonymous mappings of the process that was asked about last, ascending. CRIU has one
- * thread. */
+/* linux/fs.h, struct page_region */
+struct run {
+	uint64_t start, end, categories;
+};
+
+/* What is hidden of the process that was asked about last, ascending. CRIU has one thread. */
 static struct {
 	pid_t pid;
 	struct range *ranges;
@@ -83,21 +88,25 @@ static char *contents(const char *path)
 	return text;
 }
 
-/* Whether a line of /proc/PID/maps (proc_pid_maps(5)) is of private anonymous memory, and where
- * that is. */
-static bool anonymous(const char *line, struct range *range)
+/* Whether a line of /proc/PID/maps (proc_pid_maps(5)) is of memory that is hidden, and where that is:
+ * private memory of no file, or of a file and not executable. */
+static bool hideable(const char *line, struct range *range)
 {
-	char private;
+	char executable, private;
 	unsigned int major, minor;
 	unsigned long inode;
 	int name;
 
-	if (sscanf(line, "%lx-%lx %*c%*c%*c%c %*x %x:%x %lu %n", &range->start, &range->end,
-		&private, &major, &minor, &inode, &name) != 6)
+	if (sscanf(line, "%lx-%lx %*c%*c%c%c %*x %x:%x %lu %n", &range->start, &range->end,
+		&executable, &private, &major, &minor, &inode, &name) != 7 ||
+	    private != 'p')
 		return false;
-	if (private != 'p' || major || minor || inode)
-		return false;
-	return !line[name] || !strcmp(line + name, "[heap]") || !strncmp(line + name, "[anon:", 6);
+	line += name;
+	if (inode)
+		return executable != 'x' && *line == '/' && strncmp(line, "/dev/", 5) &&
+		    strncmp(line, "/anon_hugepage", 14);
+	return !major && !minor &&
+	    (!*line || !strcmp(line, "[heap]") || !strncmp(line, "[anon:", 6));
 }
 
 /* Fill `known` for this process. */
@@ -117,7 +126,7 @@ static bool look(pid_t pid)
 		return false;
 	for (char *line = text, *end; (end = strchr(line, '\n')); line = end + 1) {
 		*end = '\0';
-		if (!anonymous(line, &found) || found.end - found.start < LEAST)
+		if (!hideable(line, &found))
 			continue;
 		if (known.count == room) {
 			struct range *more =
@@ -133,21 +142,6 @@ static bool look(pid_t pid)
 	free(text);
 	known.pid = pid;
 	return true;
-}
-
-static bool within_one(uint64_t start, uint64_t end)
-{
-	size_t low = 0, high = known.count;
-
-	while (low < high) {
-		size_t middle = (low + high) / 2;
-		if (known.ranges[middle].end <= start)
-			low = middle + 1;
-		else
-			high = middle;
-	}
-	return low < known.count && known.ranges[low].start <= start &&
-	    end <= known.ranges[low].end;
 }
 
 /* Whose pagemap it is; 0: no process's, or our own. */
@@ -167,26 +161,95 @@ static pid_t whose(int descriptor)
 	return pid;
 }
 
-static bool note(pid_t pid, uint64_t start, uint64_t end)
+static bool note(const struct hidden *entries, size_t count)
 {
 	const char *path = getenv("ICECORE_HIDDEN");
-	struct hidden entry = {(uint64_t)pid, start, end};
 	int file = path ? open(path, O_WRONLY | O_APPEND | O_CLOEXEC) : -1;
-	bool written = file >= 0 && write(file, &entry, sizeof entry) == (ssize_t)sizeof entry;
+	ssize_t size = (ssize_t)(count * sizeof *entries);
+	bool written = file >= 0 && write(file, entries, (size_t)size) == size;
 
 	if (file >= 0)
 		close(file);
 	return written;
 }
 
-static bool hide(int descriptor, struct scan *scan)
+/* The parts of hidden memory from `start` to `end`: how many, or -1 if there is no room. */
+static ssize_t parts_of(pid_t pid, uint64_t start, uint64_t end, struct hidden *parts, size_t room)
 {
-	if (scan->size < sizeof *scan || scan->category_anyof_mask != PRESENT_OR_SWAPPED ||
-	    scan->end < scan->start || scan->end - scan->start < LEAST)
-		return false;
-	pid_t pid = whose(descriptor);
-	return pid && look(pid) && within_one(scan->start, scan->end) &&
-	    note(pid, scan->start, scan->end);
+	size_t low = 0, high = known.count, count = 0;
+
+	while (low < high) {
+		size_t middle = (low + high) / 2;
+		if (known.ranges[middle].end <= start)
+			low = middle + 1;
+		else
+			high = middle;
+	}
+	for (; low < known.count && known.ranges[low].start < end; low++) {
+		const struct range *range = &known.ranges[low];
+		if (count == room)
+			return -1;
+		parts[count++] = (struct hidden){(uint64_t)pid,
+		    range->start > start ? range->start : start,
+		    range->end < end ? range->end : end};
+	}
+	return (ssize_t)count;
+}
+
+/* Of `count` runs, what is in no part: how many runs, or -1 if there is no room. */
+static ssize_t left_of(const struct run *runs, size_t count, const struct hidden *parts,
+    size_t part_count, struct run *left, size_t room)
+{
+	size_t out = 0, at = 0;
+
+	for (size_t i = 0; i < count; i++) {
+		uint64_t start = runs[i].start;
+		while (at < part_count && parts[at].end <= start)
+			at++;
+		for (size_t next = at; start < runs[i].end; next++) {
+			bool last = next == part_count || parts[next].start >= runs[i].end;
+			uint64_t end = last ? runs[i].end : parts[next].start;
+			if (start < end) {
+				if (out == room)
+					return -1;
+				left[out++] = (struct run){start, end, runs[i].categories};
+			}
+			start = last ? end : parts[next].end;
+		}
+	}
+	return (ssize_t)out;
+}
+
+/* Ask the kernel, and take hidden memory out of its answer. */
+static int scan(int descriptor, struct scan *scan)
+{
+	static struct hidden parts[MOST];
+	static struct run left[MOST];
+	struct run *runs = (struct run *)(uintptr_t)scan->vec;
+	ssize_t count = 0, kept;
+	pid_t pid = 0;
+
+	if (getenv("ICECORE_HIDDEN") && scan->size >= sizeof *scan &&
+	    scan->category_anyof_mask == PRESENT_OR_SWAPPED && scan->start < scan->end)
+		pid = whose(descriptor);
+	if (pid && look(pid))
+		count = parts_of(pid, scan->start, scan->end, parts, MOST);
+	if (count == 1 && parts->start == scan->start && parts->end == scan->end &&
+	    note(parts, 1)) {
+		scan->walk_end = scan->end;
+		return 0;
+	}
+	int found = (int)syscall(SYS_ioctl, descriptor, SCAN, scan);
+	if (found <= 0 || count <= 0)
+		return found;
+	uint64_t end = scan->walk_end > runs[found - 1].end ? scan->walk_end : runs[found - 1].end;
+	count = parts_of(pid, scan->start, end < scan->end ? end : scan->end, parts, MOST);
+	kept = left_of(runs, (size_t)found, parts, (size_t)count, left,
+	    scan->vec_len < MOST ? scan->vec_len : MOST);
+	if (count <= 0 || kept < 0 || !note(parts, (size_t)count))
+		return found;
+	memcpy(runs, left, (size_t)kept * sizeof *left);
+	return (int)kept;
 }
 
 int ioctl(int descriptor, unsigned long request, ...)
@@ -196,10 +259,7 @@ int ioctl(int descriptor, unsigned long request, ...)
 	void *argument = va_arg(arguments, void *);
 	va_end(arguments);
 
-	if (request == SCAN && getenv("ICECORE_HIDDEN") && hide(descriptor, argument)) {
-		struct scan *scan = argument;
-		scan->walk_end = scan->end;
-		return 0;
-	}
+	if (request == SCAN)
+		return scan(descriptor, argument);
 	return (int)syscall(SYS_ioctl, descriptor, request, argument);
 }

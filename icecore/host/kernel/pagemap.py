@@ -7,7 +7,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
-import itertools
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +17,13 @@ import numpy.typing as npt
 
 from icecore.errors import NotFound
 from icecore.host.kernel import libc, procfs
+from icecore.host.kernel.scanning import find_runs
 from icecore.sizes import PAGE
 
 PRESENT = np.uint64(1 << 63)
 SWAPPED = np.uint64(1 << 62)
+#: Of a file, or of shared memory.
+FILE = np.uint64(1 << 61)
 #: Mapped by one process only.
 EXCLUSIVE = np.uint64(1 << 56)
 
@@ -37,7 +39,6 @@ SCAN_GUARD = 1 << 8
 PAGE_RUN = np.dtype([("start", "<u8"), ("end", "<u8"), ("categories", "<u8")])
 
 _PAGEMAP_SCAN = 0xC0606610
-_GAP = 16 << 20  # bytes that would rather be walked than cost a call
 _PIECE, _PIECES = 128 << 20, 128  # bytes that one thread walks at a time, and how often at most
 #: Resident memory of a process from which several threads are faster than one.
 _SEVERAL = 256 << 20
@@ -167,21 +168,38 @@ class Pagemap:
                 out = np.empty(_BATCH, PAGE_RUN)
         return np.concatenate(batches) if batches else np.empty(0, PAGE_RUN)
 
-    def contents(self, start: int, end: int) -> npt.NDArray[np.void]:
-        """The runs of pages that hold something: neither absent, nor the kernel's shared page of
-        zeros, nor guard pages. (Before Linux 6.7 nothing tells that page from others, and all that
-        are there count.)
+    def contents(self, ranges: Sequence[tuple[int, int]]) -> npt.NDArray[np.void]:
+        """The runs of private pages that hold something: neither absent, nor a file's, nor the
+        kernel's shared page of zeros, nor guard pages. (Before Linux 6.7 nothing tells that page from
+        others, and all that are there count.)
+
+        Args:
+            ranges: (start, end), ascending, disjoint.
 
         Returns:
             PAGE_RUN records in address order.
+
+        Raises:
+            NotFound: The process has ended.
         """
         if not scan_supported():
-            return self._entry_runs(start, end)
-        guard = SCAN_GUARD if guards_told() else 0
-        runs = self.runs(start, end, wanted=SCAN_FILE | SCAN_ZERO_FRAME | guard)
-        full: npt.NDArray[np.void] = runs[
-            (runs["categories"] & np.uint64(SCAN_ZERO_FRAME | guard)) == 0
-        ]
+            return np.concatenate(
+                [np.empty(0, PAGE_RUN), *(self._entry_runs(start, end) for start, end in ranges)]
+            )
+        excluded = SCAN_FILE | SCAN_ZERO_FRAME | (SCAN_GUARD if guards_told() else 0)
+        try:
+            found = find_runs(self._file, np.array(ranges, np.uint64).reshape(-1, 2), excluded)
+        except ProcessLookupError as error:
+            raise NotFound(f"there is no process {self.pid}") from error
+        if found is not None:
+            return found.reshape(-1).view(PAGE_RUN)
+        runs = np.concatenate(
+            [
+                np.empty(0, PAGE_RUN),
+                *(self.runs(start, end, wanted=excluded) for start, end in ranges),
+            ]
+        )
+        full: npt.NDArray[np.void] = runs[(runs["categories"] & np.uint64(excluded)) == 0]
         return full
 
     def _entry_runs(self, start: int, end: int) -> npt.NDArray[np.void]:
@@ -189,9 +207,8 @@ class Pagemap:
         found = [np.empty(0, PAGE_RUN)]
         step = _BATCH * PAGE
         for first in range(start, end, step):
-            there = (self.entries(first, min(end, first + step)) & (PRESENT | SWAPPED)).astype(
-                np.bool_
-            )
+            entries = self.entries(first, min(end, first + step))
+            there = ((entries & (PRESENT | SWAPPED)) != 0) & ((entries & FILE) == 0)
             edges = np.flatnonzero(np.diff(there, prepend=False, append=False))
             runs = np.zeros(len(edges) // 2, PAGE_RUN)
             runs["start"], runs["end"] = first + edges[::2] * PAGE, first + edges[1::2] * PAGE
@@ -228,7 +245,7 @@ class Pagemap:
 
 
 def contents_of(pid: int, ranges: Sequence[tuple[int, int]], threads: int) -> npt.NDArray[np.void]:
-    """Return `Pagemap.contents` of a process for many address ranges at once: a walk takes 12 ms
+    """Return `Pagemap.contents` of a process, by several threads if it is large: a walk takes 12 ms
     for each GiB of small pages, and starting threads half a millisecond.
 
     Args:
@@ -236,49 +253,39 @@ def contents_of(pid: int, ranges: Sequence[tuple[int, int]], threads: int) -> np
         threads: How many ask at once.
 
     Returns:
-        PAGE_RUN records in address order, of pages in and between the ranges; neighbours that are
-        alike are joined.
+        PAGE_RUN records in address order; neighbours are joined.
 
     Raises:
         NotFound: There is no such process.
     """
-    if not scan_supported():
-        pieces = ranges
-    elif procfs.resident_bytes(pid) < _SEVERAL:
-        threads, pieces = 1, _spans(ranges)
-    else:
-        pieces = _pieces(ranges)
+    several = threads > 1 and procfs.resident_bytes(pid) >= _SEVERAL
+    pieces = _pieces(ranges) if several else [ranges]
     with Pagemap(pid) as pagemap:
-        if threads < 2 or len(pieces) < 2:
-            parts = [pagemap.contents(start, end) for start, end in pieces]
+        if len(pieces) < 2:
+            parts = [pagemap.contents(piece) for piece in pieces]
         else:
             with ThreadPoolExecutor(min(threads, len(pieces)), thread_name_prefix="pages") as pool:
-                parts = list(pool.map(lambda piece: pagemap.contents(*piece), pieces))
+                parts = list(pool.map(pagemap.contents, pieces))
     return _joined(np.concatenate([*parts, np.empty(0, PAGE_RUN)]))
 
 
-def _spans(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the ranges and the gaps between them, except for wide gaps."""
-    spans: list[tuple[int, int]] = []
-    for start, end in ranges:
-        if spans and start - spans[-1][1] <= _GAP:
-            spans[-1] = spans[-1][0], end
-        else:
-            spans.append((start, end))
-    return spans
-
-
-def _pieces(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return `_spans` in pieces of about the same size."""
-    spans = _spans(ranges)
+def _pieces(ranges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Divide ranges into groups of about the same size."""
     # Of reserved addresses (CUDA: as many as machine and GPUs have memory) each piece costs a call,
     # and nothing else.
-    most = max(_PIECE, sum(end - start for start, end in spans) // _PIECES // PAGE * PAGE)
-    pieces: list[tuple[int, int]] = []
-    for start, end in spans:
-        edges = [*range(start, end, most), end]
-        pieces += itertools.pairwise(edges)
-    return pieces
+    most = max(_PIECE, sum(end - start for start, end in ranges) // _PIECES // PAGE * PAGE)
+    groups: list[list[tuple[int, int]]] = [[]]
+    room = most
+    for start, end in ranges:
+        while start < end:
+            stop = min(end, start + room)
+            groups[-1].append((start, stop))
+            room -= stop - start
+            start = stop
+            if not room:
+                groups.append([])
+                room = most
+    return [group for group in groups if group]
 
 
 def _joined(runs: npt.NDArray[np.void]) -> npt.NDArray[np.void]:

@@ -50,6 +50,19 @@ class Mapping:
         return self.flags == MAP_PRIVATE
 
     @property
+    def holds_private_data(self) -> bool:
+        """Whether pages of it may be this process's alone although it is of a file: mapped private,
+        and not code. Of device files nothing is known.
+        """
+        return (
+            self.private
+            and self.inode != 0
+            and not self.protection & PROT_EXEC
+            and self.path.startswith("/")
+            and not self.path.startswith(("/dev/", "/anon_hugepage"))
+        )
+
+    @property
     def anonymous(self) -> bool:
         """Whether it is private memory of no file, but for stacks and what the kernel put there:
         heaps, arenas, threads' stacks.

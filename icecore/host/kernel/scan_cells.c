@@ -9,7 +9,6 @@
 #include <errno.h>
 #include <stdbool.h>
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/types.h>
 #include <sys/uio.h>
@@ -97,33 +96,6 @@ __attribute__((visibility("default"))) int64_t find_data(
 		found[2 * count++ + 1] = at = (uint64_t)high < end ? (uint64_t)high : end;
 	}
 	return count;
-}
-
-/* Copy the rest of a file; 0, or an errno. The kernel hands out files of /proc in small pieces. */
-__attribute__((visibility("default"))) int64_t copy_file(int64_t source, int64_t target)
-{
-	enum { ROOM = 1 << 17, LEAST = 1 << 14 };
-	char *room = malloc(ROOM);
-	ssize_t got = 1;
-	int64_t failed = room ? 0 : ENOMEM;
-
-	while (!failed && got) {
-		size_t held = 0, written = 0;
-		while (ROOM - held >= LEAST &&
-		    (got = read((int)source, room + held, ROOM - held)) > 0)
-			held += (size_t)got;
-		if (got < 0)
-			failed = errno;
-		while (!failed && written < held) {
-			ssize_t put = write((int)target, room + written, held - written);
-			if (put < 0)
-				failed = errno;
-			else
-				written += (size_t)put;
-		}
-	}
-	free(room);
-	return failed;
 }
 
 /* Cells from `start` to `stop`, up to one that is not known or cannot be read in one call: its

@@ -25,8 +25,8 @@ ALL_KNOWN, CHANGED, NOT_READ = range(3)
 #: XXH3's 128-bit hash with a seed: one that chooses the processor's instructions first.
 _NAMES = ("XXH3_128bits_withSeed_dispatch", "XXH3_128bits_withSeed")
 _PROBE = bytes(range(256)) * 5
-#: Ranges that one call finds.
-_RANGES = 4096
+#: Ranges that one call finds, and that a second one finds.
+_RANGES, _MORE_RANGES = 4096, 1 << 16
 
 
 class _Hash(ctypes.Structure):
@@ -172,6 +172,48 @@ def data_ranges(file: int, start: int, end: int) -> npt.NDArray[np.uint64] | Non
         if count < len(out):
             return np.concatenate(found)
         start = int(out[-1, 1])
+
+
+def find_runs(
+    pagemap: int, ranges: npt.NDArray[np.uint64], excluded: int
+) -> npt.NDArray[np.uint64] | None:
+    """Return the runs of pages that are there, in memory or swapped out, by PAGEMAP_SCAN.
+
+    Args:
+        pagemap: Descriptor of /proc/PID/pagemap.
+        ranges: u8[n, 2], start and end of each range; changed.
+        excluded: Categories of which a page may have none.
+
+    Returns:
+        u8[m, 3], start, end and 0 of each run, in the order of the ranges; None: the native library
+        was not built.
+
+    Raises:
+        OSError: The kernel cannot tell.
+    """
+    if native_scan_lacks():
+        return None
+    word, place = ctypes.c_int64, ctypes.c_void_p
+    call = ctypes.CFUNCTYPE(word, word, place, word, ctypes.c_uint64, place, word, place)(
+        ("find_runs", _library())
+    )
+    found, room, done = [], _RANGES, word()
+    while len(ranges):
+        out = np.empty((room, 3), np.uint64)
+        count = call(
+            pagemap,
+            ranges.ctypes.data,
+            len(ranges),
+            excluded,
+            out.ctypes.data,
+            room,
+            ctypes.addressof(done),
+        )
+        if count < 0:
+            raise OSError(-count, os.strerror(-count))
+        found.append(out[:count])
+        ranges, room = ranges[done.value :], _MORE_RANGES
+    return np.concatenate([*found, np.empty((0, 3), np.uint64)])
 
 
 def copy_file(source: int, target: int) -> None:

@@ -1,0 +1,92 @@
+/* What /proc tells of processes, without the interpreter: each call of Python's would wait for its
+ * lock again.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <linux/ioctl.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+/* linux/fs.h from 6.7 on (struct pm_scan_arg, struct page_region); where this is built may be older. */
+struct scan {
+	uint64_t size, flags, start, end, walk_end, vec, vec_len, max_pages, category_inverted,
+	    category_mask, category_anyof_mask, return_mask;
+};
+struct run {
+	uint64_t start, end, categories;
+};
+#define SCAN _IOWR('f', 16, struct scan)
+#define PRESENT_OR_SWAPPED (1 << 3 | 1 << 4)
+
+struct range {
+	uint64_t start, end;
+};
+
+/* The runs of pages in ranges that are there and in none of the `excluded` categories; they are
+ * written to `found`. Returns how many, or an errno, negative. `*done` ranges are done; if `found` was
+ * too small, what is left of the next one has a new start. */
+__attribute__((visibility("default"))) int64_t find_runs(int64_t pagemap, struct range *ranges,
+    int64_t count, uint64_t excluded, struct run *found, int64_t room, int64_t *done)
+{
+	int64_t out = 0;
+
+	for (*done = 0; *done < count; ++*done) {
+		struct range *range = &ranges[*done];
+		while (range->start < range->end) {
+			struct scan scan = {
+			    .size = sizeof scan,
+			    .start = range->start,
+			    .end = range->end,
+			    .vec = (uint64_t)(uintptr_t)(found + out),
+			    .vec_len = (uint64_t)(room - out),
+			    .category_inverted = excluded,
+			    .category_mask = excluded,
+			    .category_anyof_mask = PRESENT_OR_SWAPPED,
+			};
+			if (out == room)
+				return out;
+			int got = ioctl((int)pagemap, SCAN, &scan);
+			if (got < 0 && errno == EINTR)
+				continue;
+			if (got < 0)
+				return -errno;
+			if (!got)
+				break;
+			out += got;
+			/* Linux 6.18 leaves an old walk_end behind when the walk came to its end:
+			 * going on there would tell runs twice. */
+			uint64_t last = found[out - 1].end;
+			range->start = scan.walk_end > last ? scan.walk_end : last;
+		}
+	}
+	return out;
+}
+
+/* Copy the rest of a file; 0, or an errno. The kernel hands out files of /proc in small pieces. */
+__attribute__((visibility("default"))) int64_t copy_file(int64_t source, int64_t target)
+{
+	enum { ROOM = 1 << 17, LEAST = 1 << 14 };
+	char *room = malloc(ROOM);
+	ssize_t got = 1;
+	int64_t failed = room ? 0 : ENOMEM;
+
+	while (!failed && got) {
+		size_t held = 0, written = 0;
+		while (ROOM - held >= LEAST &&
+		    (got = read((int)source, room + held, ROOM - held)) > 0)
+			held += (size_t)got;
+		if (got < 0)
+			failed = errno;
+		while (!failed && written < held) {
+			ssize_t put = write((int)target, room + written, held - written);
+			if (put < 0)
+				failed = errno;
+			else
+				written += (size_t)put;
+		}
+	}
+	free(room);
+	return failed;
+}
