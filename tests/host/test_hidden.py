@@ -4,6 +4,7 @@ write down.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -46,6 +47,15 @@ int main(void)
     return 0;
 }
 """
+
+
+def build(folder: Path, program: str) -> None:
+    """Build a program that contains the library's source."""
+    (folder / "main.c").write_text(program)
+    flags = ["-std=gnu11", "-O1", "-Wall", "-Werror", "-Wno-unused-function", "-Wno-unused-result"]
+    command = ["cc", *flags, f"-I{SOURCE.parent}", "-o", "read", "main.c"]
+    subprocess.run(command, cwd=folder, check=True, timeout=60)
+
 
 needs_library = pytest.mark.skipif(
     not (CRIU_LIBRARY.exists() and scan_supported()),
@@ -199,22 +209,71 @@ def test_a_process_with_very_many_mappings(tmp_path: Path) -> None:
         assert read_hidden(file)[it.pid].tolist() == [(b, b + 4 * MIB)], "nothing is there"
 
 
+_LEFT = """
+#include "pages.c"
+int main(void)
+{
+    static struct run runs[4096], left[4096];
+    static struct hidden parts[4096];
+    size_t count, part_count, room;
+    while (scanf("%zu %zu %zu", &count, &part_count, &room) == 3) {
+        for (size_t i = 0; i < count; i++)
+            scanf("%lu %lu %lu", &runs[i].start, &runs[i].end, &runs[i].categories);
+        for (size_t i = 0; i < part_count; i++)
+            scanf("%lu %lu", &parts[i].start, &parts[i].end);
+        ssize_t kept = left_of(runs, count, parts, part_count, left, room);
+        printf("%zd", kept);
+        for (ssize_t i = 0; i < kept; i++)
+            printf(" %lu %lu %lu", left[i].start, left[i].end, left[i].categories);
+        printf("\\n");
+    }
+    return 0;
+}
+"""
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
+def test_what_is_left_of_an_answer(tmp_path: Path) -> None:
+    """Of 2000 random answers, in pages."""
+    build(tmp_path, _LEFT)
+    random = np.random.default_rng(1)
+    cases, words = [], []
+    for _ in range(2000):
+        run_at = np.sort(random.choice(60, 2 * int(random.integers(0, 12)), replace=False))
+        part_at = np.sort(random.choice(60, 2 * int(random.integers(0, 12)), replace=False))
+        runs = [(a, b, int(random.integers(3))) for a, b in run_at.reshape(-1, 2).tolist()]
+        parts, room = part_at.reshape(-1, 2).tolist(), int(random.choice([2, 5, 30]))
+        covered = {page for a, b in parts for page in range(a, b)}
+        cases.append((runs, covered, room))
+        words += [len(runs), len(parts), room, *sum(runs, ()), *sum(parts, [])]
+    done = subprocess.run(
+        [tmp_path / "read"],
+        input=" ".join(map(str, words)),
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=True,
+    )
+    said = [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
+    for (runs, covered, room), (count, *numbers) in zip(cases, said, strict=True):
+        wanted = [
+            (page, kind) for a, b, kind in runs for page in range(a, b) if page not in covered
+        ]
+        pieces = [tuple(numbers[i : i + 3]) for i in range(0, len(numbers), 3)]
+        found = [(page, kind) for a, b, kind in pieces for page in range(a, b)]
+        joints = sum(
+            after[0] != before[0] + 1 or any(run[0] == after[0] for run in runs)
+            for before, after in itertools.pairwise(wanted)
+        )
+        needed = joints + 1 if wanted else 0
+        assert count == (needed if needed <= room else -1)
+        assert count < 0 or found == wanted
+
+
 @pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
 def test_lines_of_maps_are_read_as_by_the_dumper(tmp_path: Path) -> None:
     """Also such as this kernel does not write: names of anonymous memory are an option of it."""
-    (tmp_path / "main.c").write_text(_READ)
-    command = [
-        "cc",
-        "-std=gnu11",
-        "-Wall",
-        "-Werror",
-        "-Wno-unused-function",
-        f"-I{SOURCE.parent}",
-        "-o",
-        "read",
-        "main.c",
-    ]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
+    build(tmp_path, _READ)
     start = "7f0000000000-7f0000400000"
     kinds = {
         f"{start} rw-p 00000000 00:00 0 ": True,

@@ -29,10 +29,9 @@ def private_regions(mappings: Iterable[procfs.Mapping]) -> list[Region]:
     """
     out = []
     for mapping in mappings:
-        if mapping.anonymous or mapping.holds_private_data:
-            kind = "heap" if mapping.path == "[heap]" else "anonymous"
-            if mapping.inode:
-                kind = "file"
+        of_file = mapping.holds_private_data
+        if mapping.anonymous or of_file:
+            kind = "file" if of_file else "heap" if mapping.path == "[heap]" else "anonymous"
             out.append(
                 Region(
                     mapping.start,
@@ -42,7 +41,7 @@ def private_regions(mappings: Iterable[procfs.Mapping]) -> list[Region]:
                     mapping.flags,
                     kind,
                     "",
-                    True,
+                    not of_file,
                 )
             )
     return out
