@@ -35,6 +35,7 @@ PRELOAD_FLAGS = [*LIBRARY_FLAGS, "-Wl,-soname,libicecore-resident.so"]
 CRIU_FLAGS = [*LIBRARY_FLAGS, "-fno-builtin", "-Wl,-soname,libicecore-criu.so"]
 CRIU_SOURCES = [
     "icecore/host/criu/allocate.c",
+    "icecore/host/criu/conntrack.c",
     "icecore/host/criu/diag.c",
     "icecore/host/criu/facts.c",
     "icecore/host/criu/freezer.c",
@@ -44,6 +45,7 @@ CRIU_SOURCES = [
     "icecore/host/criu/names.c",
     "icecore/host/criu/pages.c",
     "icecore/host/criu/proc.c",
+    "icecore/host/criu/scripts.c",
     "icecore/host/criu/shared.c",
 ]
 RESTORE_SOURCES = [

@@ -6,8 +6,9 @@ its action script for the stage ``pre-dump``, before it collects the tree or sto
 (cr-dump.c: cr_dump_tasks). The script waits for a word through a pipe of this process. If the pipe
 ends without the word, the script fails and CRIU ends. The script is a file in memory, because
 directories on tmpfs are often mounted noexec. It finds everything through this process's /proc, so
-CRIU inherits nothing for it. CRIU runs it twice more in the window, for ``post-dump`` and
-``status-ready``, and in a network namespace for its lock; then it ends at once.
+CRIU inherits nothing for it. CRIU would run it again in the window, for ``post-dump`` and
+``status-ready``, and for the lock of a network namespace. Its library prevents that
+(icecore/host/criu/scripts.c); without the library, the script ends at once.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class WaitingCriu:
                 "{status}": str(status),
                 "{hold}": _path(script),
             }
-            environment = dump_environment(hidden)
+            environment = dump_environment(hidden, numbers["{hold}"])
             given = [] if lock < 0 else [lock]
             if devices is not None:
                 # Most dumps have no GPU process, and this takes as long as half of a guard's start.

@@ -11,6 +11,8 @@
  * list of a job with a network namespace of its own is completed by that of CRIU's own namespace.
  */
 #define _GNU_SOURCE
+#include "conntrack.h"
+
 #include <linux/netlink.h>
 #include <linux/sock_diag.h>
 #include <linux/unix_diag.h>
@@ -319,6 +321,8 @@ static ssize_t hand_out(struct msghdr *message)
 __attribute__((visibility("default"))) ssize_t recvmsg(
     int descriptor, struct msghdr *message, int flags)
 {
+	if (is_unasked(descriptor))
+		return 0;
 	if (list.of != descriptor || list.next == list.count) {
 		if (flags || !is_diag(descriptor))
 			return receive(descriptor, message, flags);

@@ -17,7 +17,7 @@ from icecore.errors import MissingTool, UsageError
 #: compiler.
 CRIU_LIBRARY = Path(__file__).with_name("libicecore-criu.so")
 RESTORE_LIBRARY = Path(__file__).with_name("libicecore-restore.so")
-_HIDDEN, _FACTS = "ICECORE_HIDDEN", "ICECORE_KERNEL_FACTS"
+_HIDDEN, _FACTS, _HOLD = "ICECORE_HIDDEN", "ICECORE_KERNEL_FACTS", "ICECORE_HOLD"
 #: Where CRIU keeps the results of its kernel probes if it cannot use /run/criu.kdat.
 _FACTS_FOLDER = Path("/run/icecore/criu")
 _UNFINISHED_SECONDS = 60.0
@@ -26,7 +26,7 @@ _CGROUPS, _GROUP, _KEYRING = "ICECORE_CGROUPS", "ICECORE_GROUP", "ICECORE_KEYRIN
 _NAMES = "ICECORE_NAMES"
 
 
-def dump_environment(hidden: str | None) -> dict[str, str]:
+def dump_environment(hidden: str | None, hold: str = "") -> dict[str, str]:
     """Return the environment of a CRIU that dumps. If its library was built, CRIU does not copy
     what need not be copied (icecore/host/criu/memcpy.c) nor put memory into pipes
     (icecore/host/criu/pages.c), stays out of the job's working directory
@@ -39,11 +39,17 @@ def dump_environment(hidden: str | None) -> dict[str, str]:
     Args:
         hidden: Path of a file for what CRIU is kept from seeing (`icecore.host.criu.hidden`); None:
             it sees everything.
+        hold: Path of the action script that is only for the stage ``pre-dump``
+            (icecore/host/criu/scripts.c); empty: there is none.
     """
-    given = {name: value for name, value in os.environ.items() if name not in (_HIDDEN, _FACTS)}
+    ours = (_HIDDEN, _FACTS, _HOLD)
+    given = {name: value for name, value in os.environ.items() if name not in ours}
     if not CRIU_LIBRARY.exists():
         return given
-    return {**given, **({} if hidden is None else {_HIDDEN: hidden}), **_preloading(CRIU_LIBRARY)}
+    wanted = {} if hidden is None else {_HIDDEN: hidden}
+    if hold:
+        wanted[_HOLD] = hold
+    return given | wanted | _preloading(CRIU_LIBRARY)
 
 
 def restore_environment(
