@@ -87,9 +87,7 @@ def test_a_criu_that_fails_while_it_holds(
     target = launch(GPUS[:2], lent=True)
     checkpoint = dumping.Devices.checkpoint
 
-    def without_images(
-        self: dumping.Devices, seconds: float, held: Callable[[], None]
-    ) -> bool:
+    def without_images(self: dumping.Devices, seconds: float, held: Callable[[], None]) -> bool:
         assert self._helper.hold(self.pids, seconds)
         for images in store.workdir.glob("icecore-dump-*"):
             images.rename(images.with_name("gone"))

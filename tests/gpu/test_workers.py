@@ -7,11 +7,13 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
+from icecore.dumper.memory import early
 from icecore.dumper.observe.gpus import GpuInspection, GpuProcess
 from icecore.dumper.observe.inspection import inspect_tree
 from icecore.dumper.options import DumpOptions
@@ -28,7 +30,7 @@ from icecore.host.gpu.backend import Backend
 from icecore.host.kernel import procfs
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import restore
-from tests.dumper.world import Events, Store, standing
+from tests.dumper.world import Events, Stillness, Store, assert_same_memory, standing
 from tests.fakes import fake_cuda
 from tests.fakes.world import GPUS, MIB, Target, World
 from tests.host.criu_harness import crius
@@ -179,6 +181,54 @@ def test_workers_are_dumped_and_restored(
     for pid in workers(restored.pid):
         os.kill(pid, signal.SIGTERM)
     assert eventually(lambda: all(lines(target, n)[-1] == "done" for n in range(1, WORKERS + 1)))
+
+
+def read_early(events: Events) -> dict[str, int]:
+    """What works meanwhile → bytes that were read."""
+    ends = [one.fields for one in events.named("dump.early") if one.fields["state"] == "end"]
+    return {str(one["during"]): int(str(one.get("bytes", 0))) for one in ends}
+
+
+def test_memory_of_workers_is_read_while_the_driver_works(
+    store: Store, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver takes long enough. What the workers share with their parent counts as read."""
+    monkeypatch.setattr(early, "_LEAST_BYTES", 1 << 20)
+    target = launch(workers=WORKERS)
+    wait_workers(target)
+    for number in range(3):
+        still = Stillness()
+        events = Events(
+            {
+                ("dump.gpu.checkpoint", "begin"): lambda _: time.sleep(0.7),
+                ("dump.files", "begin"): lambda _, still=still: still.look(target.pid),  # type: ignore[misc]
+            }
+        )
+        result = store.dump(target.pid, events=events)
+        found = read_early(events)
+        assert found["driver"] > found.get("criu", 0) > 0
+        assert_same_memory(store.read(result.snapshot), still)
+        assert number == 0 or result.sizes.changed < 64 << 20
+        wait_workers(target)
+    assert not standing(target.pid)
+
+
+def test_a_worker_that_is_killed_while_the_driver_works(store: Store, launch: Launch) -> None:
+    target = launch(workers=WORKERS)
+    wait_workers(target)
+
+    def kill(_: object) -> None:
+        time.sleep(0.3)  # it has been read, or is being read
+        os.kill(workers(target.pid)[-1], signal.SIGKILL)
+        time.sleep(0.3)
+
+    with pytest.raises(DumpFailed):
+        store.dump(target.pid, events=Events({("dump.gpu.checkpoint", "begin"): kill}))
+    assert not standing(target.pid) and store.snapshots() == []
+    wait_workers(target, WORKERS - 1)
+    target.wait_steps(3)
+    target.pids = [target.pid, *workers(target.pid)]
+    store.dump(target.pid)
 
 
 def test_a_worker_that_is_forked_while_the_dump_begins(

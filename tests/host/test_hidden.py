@@ -245,7 +245,8 @@ def test_what_is_left_of_an_answer(tmp_path: Path) -> None:
         parts, room = part_at.reshape(-1, 2).tolist(), int(random.choice([2, 5, 30]))
         covered = {page for a, b in parts for page in range(a, b)}
         cases.append((runs, covered, room))
-        words += [len(runs), len(parts), room, *sum(runs, ()), *sum(parts, [])]
+        numbers = [number for piece in (*runs, *parts) for number in piece]
+        words += [len(runs), len(parts), room, *numbers]
     done = subprocess.run(
         [tmp_path / "read"],
         input=" ".join(map(str, words)),
