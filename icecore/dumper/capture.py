@@ -39,6 +39,7 @@ from icecore.events import Sink, phase
 from icecore.host.criu.hidden import read_hidden, read_shared
 from icecore.host.criu.images import GHOST, load_files, load_remaps
 from icecore.host.criu.lost_names import LostNames
+from icecore.host.criu.mappings import remove_copies
 from icecore.host.criu.opened_images import OpenedImages
 from icecore.host.criu.queue_images import files_in_flight
 from icecore.host.criu.socket_images import close_outside
@@ -333,6 +334,7 @@ class Capture:
     def after_window(self, captured: Captured) -> None:
         """Read everything that CRIU has written: shared memory that it saw, and its image files."""
         images = captured.images
+        remove_copies(self._images / HIDDEN_FILE)
         complete(self._images, [*images.processes, *images.shared], self._version)
         _require_no_requests(self._images, captured.standing.pids)
         self._require_stored(captured)

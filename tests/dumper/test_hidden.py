@@ -49,6 +49,14 @@ KINDS = {
     "executable": ("m = private(3 * MIB, protection=7); put(m, os.urandom(2 * MIB))", True),
     "grows down": ("m = private(3 * MIB, more=0x100); put(m + MIB, os.urandom(MIB))", True),
     "droppable": ("m = libc.mmap(None, 3 * MIB, 3, 0x28, -1, 0); put(m, os.urandom(MIB))", None),
+    # CRIU asks for these at once. It calls none of the droppable pages its own.
+    "small droppable": (
+        "m = private(4 * MIB); m += -m % (2 * MIB); libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]; libc.munmap(m, 2 * MIB)\n"
+        "for n in range(4):\n"
+        "    at = m + n * 0x10000\n"
+        "    assert libc.mmap(ctypes.c_void_p(at), 0x8000, 3, 0x100030 | (8 if n % 2 else 2), -1, 0) == at; put(at, os.urandom(0x8000))",
+        None,
+    ),
     # Unnamed if the kernel has no names for anonymous memory.
     "named": (
         "m = private(3 * MIB); put(m, os.urandom(MIB)); libc.prctl(0x53564d41, 0, ctypes.c_void_p(m), 3 * MIB, b'a b x')",
@@ -143,14 +151,14 @@ def test_the_same_is_recorded_as_if_nothing_were_hidden(
     if not early:
         finish = EarlyScan.finish
         monkeypatch.setattr(EarlyScan, "finish", lambda scan: [finish(scan), None][1])
-    ours = pages_of(watched(puppet, store, lost=kind == "droppable"))
+    ours = pages_of(watched(puppet, store, lost="droppable" in kind))
     prepare = Window.prepare
     monkeypatch.setattr(
         Window,
         "prepare",
         lambda window, command, hidden, *rest: prepare(window, command, None, *rest),
     )
-    theirs = pages_of(watched(puppet, store, lost=kind == "droppable"))
+    theirs = pages_of(watched(puppet, store, lost="droppable" in kind))
     # What Python itself did between the two dumps does not matter here.
     area = range(address, address + 9 * (1 << 20), PAGE)
     assert ours.keys() & set(area) == theirs.keys() & set(area)

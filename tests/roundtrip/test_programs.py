@@ -10,6 +10,7 @@ import time
 import pytest
 
 from icecore.errors import DumpFailed
+from icecore.host.kernel import procfs
 from tests.programs import driving, redis_client, redis_load
 from tests.programs.catalogue import PROGRAMS, Program, port_of
 from tests.roundtrip.conftest import Trip
@@ -50,6 +51,38 @@ def test_it_goes_on_from_the_last_of_three_snapshots(
         after = driving.wait_progress(running.state_dir, steps=3)
         assert before is not None and before.counter <= after.counter
         assert after.writes > before.writes, "the restored process is not the one that was dumped"
+        verdict(program, running)
+        assert restored.wait(20).exit_code == program.exit_status
+    finally:
+        driving.stop(running)
+
+
+def test_the_vdso_of_another_kernel_is_dumped_again(
+    trip: Trip, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a restore on another kernel, the snapshot's vDSO is executable memory of no file, which
+    CRIU recognises and dumps whole. A fault that CRIU injects into itself has the same effect.
+    """
+    program = PROGRAMS["memory-pattern"]
+    running = trip.start(program)
+    try:
+        snapshot = trip.dump(running.pid, stop=True).snapshot
+        running.process.wait(10)
+        for fault in (True, True, False):
+            if fault:
+                monkeypatch.setenv("CRIU_FAULT", "127")
+            before = driving.forget(running.state_dir)
+            restored = trip.restore(snapshot)
+            monkeypatch.delenv("CRIU_FAULT", raising=False)
+            after = driving.wait_progress(running.state_dir, steps=3)
+            assert before is not None and after.writes > before.writes
+            small = [m for m in procfs.read_maps(restored.pid) if m.anonymous and m.length < 65536]
+            assert not fault or any(m.protection & procfs.PROT_EXEC for m in small)
+            snapshot = trip.dump(restored.pid, stop=True).snapshot
+            restored.wait(20)
+        driving.forget(running.state_dir)
+        restored = trip.restore(snapshot)
+        driving.wait_progress(running.state_dir, steps=3)
         verdict(program, running)
         assert restored.wait(20).exit_code == program.exit_status
     finally:

@@ -1,7 +1,7 @@
 """The window: the time in which the job stands still. Whatever happens in it, the job runs again
 within a second, unless the caller asked to stop it.
 
-CRIU freezes the tree, writes everything except the private anonymous pages, and keeps the tree
+CRIU freezes the tree, writes everything except private pages, and keeps the tree
 frozen until the socket that this process holds closes. Meanwhile the memory is read in place.
 """
 

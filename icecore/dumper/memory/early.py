@@ -8,7 +8,7 @@ CRIU stops every thread before it opens the images that the processes share, and
 the first process. What it does to a process touches code (a system call is written over the program
 for a moment), mappings of its own, and, through the kernel, the few bytes that tell each thread the
 number of its processor (rseq; CRIU notes where they are, and those cells are read again). Private
-anonymous memory that is not executable can therefore be read as soon as that image exists and every
+memory that is not executable can therefore be read as soon as that image exists and every
 thread is seen to be held, and so can shared memory. Asynchronous I/O in flight writes into memory
 without any thread, so processes with a ring for it are left for later, and shared memory with them.
 """
@@ -238,18 +238,19 @@ class EarlyScan:
             standing, mappings: Read facts, and copy mappings for CRIU.
         """
         read, ahead = _Read(), None
-        if self._apart and (held := self._wait(self._driver_works.is_set, self._apart)):
+        if held := self._wait_for_driver():
             images = tree_pids(self._root)
             self._copy_mappings(held, images, mappings)
             ahead = standing.submit(read_ahead, list(held), self._maps, self._context.stop)
             self._scan(held, images, read, "driver")
-        if not (held := self._wait(self._all_stopped)):
+        if not (held := self._wait_for_criu()):
             return None
         if any(held.get(pid) != threads for pid, threads in read.threads.items()):
             return None  # a process has ended since
         images = tree_pids(self._root)
         rest = {pid: threads for pid, threads in held.items() if pid not in read.threads}
-        self._copy_mappings(list(rest)[1:], images, mappings)  # CRIU reads the first one's now
+        # CRIU comes to the first one, or has come to it, by now.
+        self._copy_mappings(list(rest)[1:], images, mappings)
         facts = standing.submit(self._observe, ahead)
         shared = self._scan(rest, images, read, "criu", self._shared)
         known, rseq = facts.result()
@@ -263,7 +264,7 @@ class EarlyScan:
         """Begin to copy the mappings of processes for CRIU."""
         if self._hidden is None or native_scan_lacks():
             return
-        processes = iter([(pid, images[pid]) for pid in pids])
+        processes = iter([(pid, images[pid]) for pid in pids if pid in images])
         for _ in range(_COPIERS):
             pool.submit(copy_mappings, self._hidden, processes, self._is_over)
 
@@ -273,15 +274,29 @@ class EarlyScan:
     def _all_stopped(self) -> bool:
         return (self._images / ALL_STOPPED).exists()
 
-    def _wait(
-        self, begun: Callable[[], bool], apart: Collection[int] = ()
-    ) -> dict[int, list[int]] | None:
-        """Wait until the whole tree, except for some processes, is held, and return its threads by
-        host pid. None: it is too late.
+    def _wait_for_driver(self) -> dict[int, list[int]] | None:
+        """Wait until CRIU holds the processes in which the driver does not work, and return their
+        threads by host pid. None: there are none, or CRIU continues already.
         """
-        tree = HeldTree(self._root, apart)
-        while not self._over.is_set() and not (apart and self._all_stopped()):
-            if begun() and (held := tree.threads()):
+        if not self._apart:
+            return None
+        while not self._driver_works.wait(_POLL_SECONDS):
+            if self._over.is_set():
+                return None
+        tree = HeldTree(self._root, self._apart)
+        while not self._over.is_set() and not self._all_stopped() and tree.members():
+            if held := tree.threads():
+                return held
+            time.sleep(_POLL_SECONDS)
+        return None
+
+    def _wait_for_criu(self) -> dict[int, list[int]] | None:
+        """Wait until the whole tree is held, and return its threads by host pid. None: CRIU was done
+        before.
+        """
+        tree = HeldTree(self._root)
+        while not self._over.is_set():
+            if self._all_stopped() and (held := tree.threads()):
                 return held
             time.sleep(_POLL_SECONDS)
         return None
@@ -318,8 +333,9 @@ class EarlyScan:
         own: dict[int, _Own] = {}
         with phase(self._emit, "dump.early", during=during) as running:
             for pid, regions, extents in self._look(held):
+                if (image := images.get(pid)) is None:
+                    raise NotFound(f"process {pid} has ended")
                 read.threads[pid] = held[pid]
-                image = images[pid]
                 if regions is None:
                     read.rings = True
                     continue
@@ -460,7 +476,7 @@ def share_out(
 
 class HeldTree:
     """Finds out when one tracer holds every thread of a tree. Only valid once CRIU has stopped them
-    all (`ALL_STOPPED`): before, it may let a thread go on that it has stopped.
+    all (`ALL_STOPPED`, or its plugin says so): before, it may let a thread go on that it has stopped.
 
     Each thread must be seen stopped once. After that, only its tracer can let it run: CRIU has one
     after the other execute its own code, so in a large tree they are rarely all stopped at once.
@@ -480,17 +496,22 @@ class HeldTree:
         meanwhile; else nothing. May be called again and again.
         """
         try:
-            found = self._members()
+            found = self.members()
             threads = [thread for own in found.values() for thread in own]
             for thread in threads:
                 if thread not in self._tracers and (tracer := procfs.tracer_in_stop(thread)):
                     self._tracers[thread] = tracer
             tracers = {self._tracers.get(thread, 0) for thread in threads}
             held = len(tracers) == 1 and 0 not in tracers
-            return found if held and self._members() == found else {}
+            return found if held and self.members() == found else {}
         except NotFound:
             return {}
 
-    def _members(self) -> dict[int, list[int]]:
+    def members(self) -> dict[int, list[int]]:
+        """Return the threads by host pid, held or not.
+
+        Raises:
+            NotFound: The root has ended, or another process meanwhile.
+        """
         pids = [pid for pid in procfs.tree(self._root) if pid not in self._apart]
         return {pid: procfs.threads(pid) for pid in pids if not procfs.is_zombie(pid)}

@@ -25,7 +25,7 @@ from icecore.store.format.manifest import Region
 
 Extents = npt.NDArray[np.void]
 
-_ANONYMOUS = 0x20  # MAP_ANONYMOUS
+_ANONYMOUS, _DROPPABLE = 0x20, 0x08  # MAP_ANONYMOUS, MAP_DROPPABLE
 
 
 def find_hidden(
@@ -112,21 +112,24 @@ def clip(extents: Extents, ranges: Ranges) -> Extents:
 
 def _private_parts(pid: int, regions: list[Region], hidden: Ranges) -> Ranges:
     """Return the hidden ranges cut where regions end, because CRIU makes neighbours readable, so that
-    they become one mapping for a while.
+    they become one mapping for a while. What CRIU does not dump by its pages is left out: the vDSO,
+    which it writes whole or not at all, and droppable memory (Linux 6.11), which looks private.
 
     Raises:
         DumpFailed: A part is not in private memory of no file, or of a file.
     """
-    private = [
-        (region.start, region.start + region.length)
-        for region in regions
-        if region.flags & MAP_PRIVATE and (region.flags & _ANONYMOUS or region.kind == "file")
-    ]
+    private, others = [], []
+    for region in regions:
+        bounds = region.start, region.start + region.length
+        if region.kind == "vdso" or region.flags & (_DROPPABLE | MAP_PRIVATE) == _DROPPABLE:
+            others.append(bounds)
+        elif region.flags & MAP_PRIVATE and (region.flags & _ANONYMOUS or region.kind == "file"):
+            private.append(bounds)
     ranges = np.empty(len(hidden), EXTENT)
     ranges["address"] = hidden["start"]
     ranges["pages"] = (hidden["end"] - hidden["start"]) // np.uint64(PAGE)
-    parts = clip(ranges, np.array(private, RANGE))
-    if int(parts["pages"].sum()) != int(ranges["pages"].sum()):
+    parts, rest = (clip(ranges, np.array(some, RANGE)) for some in (private, others))
+    if int(parts["pages"].sum()) + int(rest["pages"].sum()) != int(ranges["pages"].sum()):
         raise DumpFailed(
             f"memory of process {pid} was hidden from CRIU, but part of it is not private"
         )

@@ -55,7 +55,7 @@ class PreCopied:
     """What pre-copy learnt of one process or shared object.
 
     Attributes:
-        regions: Its memory then (of a process, the private anonymous memory), with the cell grid
+        regions: Its memory then (of a process, its private memory), with the cell grid
             that the window reuses.
         known: Cells that are stored, the parent's and the new ones.
         seen: Keys and fingerprints of all cells that were read (its records mean nothing).

@@ -51,9 +51,13 @@ static bool nothing_is_tracked(void)
 	return size == 2 && !memcmp(text, "0\n", 2);
 }
 
-bool is_unasked(int descriptor)
+bool take_unasked(int descriptor)
 {
-	return descriptor >= 0 && descriptor == unasked;
+	bool is = descriptor >= 0 && descriptor == unasked;
+
+	if (is)
+		unasked = -1;
+	return is;
 }
 
 __attribute__((visibility("default"))) ssize_t sendmsg(
@@ -63,7 +67,5 @@ __attribute__((visibility("default"))) ssize_t sendmsg(
 		unasked = descriptor;
 		return (ssize_t)message->msg_iov->iov_len;
 	}
-	if (is_unasked(descriptor))
-		unasked = -1;
 	return syscall(SYS_sendmsg, (long)descriptor, message, (long)flags);
 }

@@ -1,9 +1,10 @@
-/* Requests that icecore/host/criu/conntrack.c did not send, for the other files of the library. */
+/* Whether icecore/host/criu/conntrack.c did not send the last request through this socket, whose answer
+ * is empty then; asked once. */
 #ifndef ICECORE_CONNTRACK_H
 #define ICECORE_CONNTRACK_H
 
 #include <stdbool.h>
 
-bool is_unasked(int descriptor);
+bool take_unasked(int descriptor);
 
 #endif

@@ -321,7 +321,7 @@ static ssize_t hand_out(struct msghdr *message)
 __attribute__((visibility("default"))) ssize_t recvmsg(
     int descriptor, struct msghdr *message, int flags)
 {
-	if (is_unasked(descriptor))
+	if (take_unasked(descriptor))
 		return 0;
 	if (list.of != descriptor || list.next == list.count) {
 		if (flags || !is_diag(descriptor))

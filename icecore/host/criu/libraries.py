@@ -30,7 +30,10 @@ def dump_environment(hidden: str | None, hold: str = "") -> dict[str, str]:
     """Return the environment of a CRIU that dumps. If its library was built, CRIU does not copy
     what need not be copied (icecore/host/criu/memcpy.c) nor put memory into pipes
     (icecore/host/criu/pages.c), stays out of the job's working directory
-    (icecore/host/criu/proc.c), and remembers what the kernel can do (icecore/host/criu/facts.c).
+    (icecore/host/criu/proc.c), remembers what the kernel can do (icecore/host/criu/facts.c), takes
+    smaps from copies (icecore/host/criu/mappings.c), does not look for tracked connections where
+    there are none (icecore/host/criu/conntrack.c), and starts its action script once
+    (icecore/host/criu/scripts.c).
 
     Without it a window is longer by some 7 ms for each GiB of addresses that its processes have
     reserved, and by some 45 ms for each GiB of small pages that they use, and dumps of two jobs at

@@ -4,7 +4,9 @@
  * other while the tree stands still. It needs the lines of maps and the flags, but the kernel also
  * counts the pages of each mapping, one by one: in a tree of workers with 250 MB each, that was most
  * of CRIU's time. The dumper copies the file of processes that CRIU holds but has not come to yet
- * (icecore/host/criu/mappings.py). Nothing changes a process's mappings in between.
+ * (icecore/host/criu/mappings.py). Nothing changes a process's mappings in between: all threads are
+ * held, processes that share an address space are refused, and CRIU has system calls made in a process
+ * only after it has read the file.
  *
  * Where ICECORE_HIDDEN names a file, the copy for PID has that name with ".PID.smaps.log" appended.
  * Each copy is used once. Without one, CRIU reads what the kernel says.

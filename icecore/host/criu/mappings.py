@@ -14,6 +14,9 @@ from pathlib import Path
 
 from icecore.host.kernel.scanning import copy_file
 
+#: Bytes that copies leave to CRIU's images.
+_LEAST_FREE = 64 << 20
+
 
 def copy_mappings(
     hidden: Path, processes: Iterable[tuple[int, int]], over: Callable[[], bool]
@@ -27,12 +30,18 @@ def copy_mappings(
         over: Whether CRIU is done.
     """
     for pid, image in processes:
-        if over():
+        if over() or _free_bytes(hidden.parent) < _LEAST_FREE:
             return
         # CRIU opens this image once it has read the mappings.
         if not hidden.with_name(f"mm-{image}.img").exists():
             with suppress(OSError):  # without a copy, CRIU reads the file itself
                 _copy(pid, hidden.with_name(f"{hidden.name}.{pid}.smaps.log"))
+
+
+def remove_copies(hidden: Path) -> None:
+    """Remove the copies that CRIU did not use, once it is done."""
+    for path in hidden.parent.glob(f"{hidden.name}.*.smaps.log"):
+        path.unlink()
 
 
 def _copy(pid: int, target: Path) -> None:
@@ -42,8 +51,16 @@ def _copy(pid: int, target: Path) -> None:
         copy = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             copy_file(source, copy)
+            os.rename(unfinished, target)
+        except BaseException:
+            os.unlink(unfinished)
+            raise
         finally:
             os.close(copy)
     finally:
         os.close(source)
-    os.rename(unfinished, target)
+
+
+def _free_bytes(directory: Path) -> int:
+    about = os.statvfs(directory)
+    return about.f_bavail * about.f_frsize

@@ -11,8 +11,8 @@
  * struct hidden at the end of that file records it.
  *
  * The kernel answers everything else: stacks, code and data of the kernel, code of files (where CRIU
- * has system calls made, which changes pages), device files, shared memory (which CRIU writes), and
- * the search for guard pages.
+ * has system calls made, which changes pages), small code of no file, device files, shared memory
+ * (which CRIU writes), and the search for guard pages.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -26,6 +26,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+/* Less executable memory of no file is left to CRIU: after a restore with another kernel it may be
+ * the vDSO, which CRIU recognises and writes whole. */
+#define LEAST_CODE (((uint64_t)2 << 20) + 4096)
 #define ROOM ((size_t)256 << 10)
 #define MOST ((size_t)4096) /* parts, and runs, of one answer */
 
@@ -105,6 +108,8 @@ static bool hideable(const char *line, struct range *range)
 	if (inode)
 		return executable != 'x' && *line == '/' && strncmp(line, "/dev/", 5) &&
 		    strncmp(line, "/anon_hugepage", 14);
+	if (executable == 'x' && range->end - range->start < LEAST_CODE)
+		return false;
 	return !major && !minor &&
 	    (!*line || !strcmp(line, "[heap]") || !strncmp(line, "[anon:", 6));
 }

@@ -51,8 +51,8 @@ class Mapping:
 
     @property
     def holds_private_data(self) -> bool:
-        """Whether pages of it may be this process's alone although it is of a file: mapped private,
-        and not code. Of device files nothing is known.
+        """Whether it is of a file, but pages of it may be this process's alone: mapped private, and not
+        code. Of device files nothing is known.
         """
         return (
             self.private
