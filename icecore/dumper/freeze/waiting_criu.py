@@ -4,11 +4,14 @@ it.
 CRIU's start (its loader, the vdso, probing the kernel's features) takes 30 to 100 ms. It then runs
 its action script for the stage ``pre-dump``, before it collects the tree or stops anything
 (cr-dump.c: cr_dump_tasks). The script waits for a word through a pipe of this process. If the pipe
-ends without the word, the script fails and CRIU ends. The script is a file in memory, because
-directories on tmpfs are often mounted noexec. It finds everything through this process's /proc, so
-CRIU inherits nothing for it. CRIU would run it again in the window, for ``post-dump`` and
-``status-ready``, and for the lock of a network namespace. Its library prevents that
-(icecore/host/criu/scripts.c); without the library, the script ends at once.
+closes without the word, the script fails and CRIU ends.
+
+The script is a file in memory, because directories on tmpfs are often mounted noexec. It opens its
+pipes through this process's /proc, so CRIU inherits nothing for it.
+
+CRIU would run the script again in the window: for ``post-dump`` and ``status-ready``, and to lock
+and unlock a network namespace. CRIU's library prevents that (icecore/host/criu/scripts.c). Without
+the library, the script starts and ends at once.
 """
 
 from __future__ import annotations

@@ -1,16 +1,23 @@
-"""The early scan: read memory as soon as the whole tree stands still, while CRIU still collects its
-pages.
+"""The early scan: read memory as soon as its processes stand still, while CRIU still works.
 
-The result counts only if the tree still has the same threads, and only for cells for which CRIU's
-own pagemap, if CRIU saw them, has the same pages.
+The result counts only if the tree still has the same threads once CRIU is done. A cell counts only
+if CRIU's own pagemap has the same pages, or if CRIU did not see them.
 
-CRIU stops every thread before it opens the images that the processes share, and then begins with
-the first process. What it does to a process touches code (a system call is written over the program
-for a moment), mappings of its own, and, through the kernel, the few bytes that tell each thread the
-number of its processor (rseq; CRIU notes where they are, and those cells are read again). Private
-memory that is not executable can therefore be read as soon as that image exists and every
-thread is seen to be held, and so can shared memory. Asynchronous I/O in flight writes into memory
-without any thread, so processes with a ring for it are left for later, and shared memory with them.
+CRIU stops every thread before it opens the images that the processes share (`ALL_STOPPED`), and
+then begins with the first process. What it does to a process changes
+
+- code: a system call is written over the program for a moment;
+- mappings that CRIU makes in the process;
+- through the kernel, the few bytes that tell each thread the number of its processor (rseq). CRIU
+  records where they are, and those cells are read again.
+
+So private memory that is not executable, and shared memory, can be read as soon as that image
+exists and every thread is seen to be held. In a job with GPU processes, the private memory of all
+other processes can be read even before: CRIU holds them while the driver works in the GPU
+processes.
+
+Asynchronous I/O in flight writes to memory without any thread. So processes with a ring for it are
+left for later. If there is such a process, so is shared memory.
 """
 
 from __future__ import annotations
@@ -74,12 +81,13 @@ class Early:
     """What was read early.
 
     Attributes:
-        threads: The threads that were held then, by host pid.
-        present: Image id → the process's memory that is not executable, as it was then.
+        threads: Host pid → the process's threads, which were held then.
+        present: Image id → the process's private memory that is not executable, as it was then.
         processes: Image id → cells that were read.
-        standing: Facts of the tree, read from /proc.
+        standing: Facts about the tree, read from /proc.
         rseq: Where the kernel may have written since.
-        sharing: Image id → whether the process shares pages with others, of those that were read.
+        sharing: Image id → whether the process shares pages with others; only processes that were
+            read.
         shared: Key of a shared memory object or file → its pages (EXTENT records), and cells that were
             read.
     """
@@ -105,11 +113,11 @@ class _Read:
     """What has been read so far.
 
     Attributes:
-        threads: Host pid → the process's threads, of processes whose memory was looked at.
+        threads: Host pid → the process's threads, for each process that was examined.
         present, processes: As in `Early`.
-        own: Host pid → what was to be read, of those that were read.
-        scanned: Host pid → their cells.
-        rings: A process has a ring for asynchronous I/O.
+        own: Host pid → what was to be read, for each process that was read.
+        scanned: Host pid → its cells that were read.
+        rings: Whether a process has a ring for asynchronous I/O.
     """
 
     threads: dict[int, list[int]] = field(default_factory=dict)
@@ -122,8 +130,8 @@ class _Read:
 
 @dataclass(frozen=True)
 class _Own:
-    """A process that is to be read: its private memory, cut into cells, what is known of them, and
-    whether it shares pages with other processes.
+    """A process to read: its private memory, cut into cells; what is known of the cells; and
+    whether the process shares pages with others.
     """
 
     image: int
@@ -135,21 +143,21 @@ class _Own:
 
 
 class EarlyScan:
-    """An early scan in a thread of its own. As a context manager that is left with an error, it ends
-    at once.
+    """An early scan in a thread of its own. Used as a context manager: leaving it with an error
+    ends the scan at once.
 
     Args:
         root: Host pid of the tree's root.
         images: CRIU's image directory.
         parent: The parent snapshot, if any.
         copied: What pre-copy learnt, by image id.
-        device: Returns host pid → where device memory lies in the process's memory, once CRIU
-            collects its pages.
+        device: Returns host pid → where the driver put device memory in the process's memory. Known
+            only once the driver is done.
         shared: The tree's shared memory, and files that it has open for writing.
         maps: Reads its mappings.
-        emit: Gets the phase ``dump.early``.
-        hidden: The file that notes what CRIU was kept from seeing, so that mappings can be copied
-            for it (`icecore.host.criu.mappings`); None: CRIU sees everything.
+        emit: Receives the phase ``dump.early``.
+        hidden: The file that records what CRIU was kept from seeing. Copies of smaps lie beside it
+            (`icecore.host.criu.mappings`). None: CRIU sees everything, and nothing is copied.
         apart: Host pids of processes in which the driver works while CRIU already holds the others
             (`driver_works`).
     """
@@ -201,7 +209,7 @@ class EarlyScan:
         self._thread.join()
 
     def finish(self) -> Early | None:
-        """Wait for what has been begun, once CRIU is done.
+        """Wait until the scan ends. Call it once CRIU is done; the scan then begins nothing new.
 
         Returns:
             What was read; None: nothing that counts.
@@ -216,7 +224,7 @@ class EarlyScan:
         return self._found if self._found is not None and self._found.holds() else None
 
     def driver_works(self) -> None:
-        """Note that CRIU holds every thread of the tree, except for those that are ``apart``."""
+        """Note that CRIU holds every thread of the tree, except those of processes ``apart``."""
         self._driver_works.set()
 
     def _run(self) -> None:
@@ -232,10 +240,14 @@ class EarlyScan:
             self._failure = error
 
     def _read(self, standing: ThreadPoolExecutor, mappings: ThreadPoolExecutor) -> Early | None:
-        """Read what can be read before CRIU is done; None: nothing that counts.
+        """Read what can be read before CRIU is done.
 
         Args:
-            standing, mappings: Read facts, and copy mappings for CRIU.
+            standing: The thread that reads facts about the tree.
+            mappings: The threads that copy mappings for CRIU.
+
+        Returns:
+            What was read; None: nothing that counts.
         """
         read, ahead = _Read(), None
         if held := self._wait_for_driver():
@@ -249,7 +261,7 @@ class EarlyScan:
             return None  # a process has ended since
         images = tree_pids(self._root)
         rest = {pid: threads for pid, threads in held.items() if pid not in read.threads}
-        # CRIU comes to the first one, or has come to it, by now.
+        # By now CRIU has reached the first one, or is about to.
         self._copy_mappings(list(rest)[1:], images, mappings)
         facts = standing.submit(self._observe, ahead)
         shared = self._scan(rest, images, read, "criu", self._shared)
@@ -261,7 +273,7 @@ class EarlyScan:
     def _copy_mappings(
         self, pids: Iterable[int], images: Mapping[int, int], pool: ThreadPoolExecutor
     ) -> None:
-        """Begin to copy the mappings of processes for CRIU."""
+        """Start copying the mappings of processes for CRIU."""
         if self._hidden is None or native_scan_lacks():
             return
         processes = iter([(pid, images[pid]) for pid in pids if pid in images])
@@ -276,7 +288,7 @@ class EarlyScan:
 
     def _wait_for_driver(self) -> dict[int, list[int]] | None:
         """Wait until CRIU holds the processes in which the driver does not work, and return their
-        threads by host pid. None: there are none, or CRIU continues already.
+        threads by host pid. Return None if there are none, or if CRIU has continued meanwhile.
         """
         if not self._apart:
             return None
@@ -291,8 +303,8 @@ class EarlyScan:
         return None
 
     def _wait_for_criu(self) -> dict[int, list[int]] | None:
-        """Wait until the whole tree is held, and return its threads by host pid. None: CRIU was done
-        before.
+        """Wait until the whole tree is held, and return its threads by host pid. Return None if
+        CRIU was done before.
         """
         tree = HeldTree(self._root)
         while not self._over.is_set():
@@ -316,12 +328,13 @@ class EarlyScan:
         during: str,
         memories: Sequence[SharedMemory] = (),
     ) -> dict[str, tuple[npt.NDArray[np.void], Scanned]]:
-        """Read the memory of processes, which is noted in ``read``, then shared memory.
+        """Read the memory of processes and add it to ``read``, then read shared memory.
 
         Args:
-            held: Host pid → its threads.
-            images: Host pid → image id of all processes of the tree.
-            during: What works meanwhile: the driver or CRIU.
+            held: Host pid → its threads, for each process to read.
+            images: Host pid → image id, for all processes of the tree.
+            during: What works meanwhile: "driver" or "criu".
+            memories: The shared memory, and files, to read; skipped if a process has a ring.
 
         Returns:
             As `Early.shared`.
@@ -363,8 +376,9 @@ class EarlyScan:
     def _look(
         self, pids: Collection[int]
     ) -> Iterator[tuple[int, list[Region] | None, npt.NDArray[np.void]]]:
-        """Yield each process's memory that may be read now, and the pages in it that hold something
-        (EXTENT records); None: a ring for asynchronous I/O may change its memory.
+        """Yield the host pid of each process, its memory that may be read now, and the pages in it
+        that hold something (EXTENT records). Yield None for the memory if a ring for asynchronous
+        I/O may change it.
         """
 
         def look(pid: int, threads: int) -> tuple[int, list[Region] | None, npt.NDArray[np.void]]:
@@ -400,8 +414,8 @@ class EarlyScan:
         return _Own(image, stream, wanted, plan_cells(wanted, extents), known, shared)
 
     def _scan_all(self, own: Mapping[int, _Own], read: _Read) -> Iterator[tuple[int, Scanned, int]]:
-        """Scan processes, and note them in ``read``; yield for each its host pid, and also the bytes
-        of known cells that it shares with another one that was scanned before, which are not read
+        """Scan processes, and add them to ``read``. Yield for each its host pid, its scanned cells,
+        and the bytes of the cells that it shares with a process scanned before. Those are not read
         again.
         """
         before = [pid for pid, one in read.own.items() if one.shared]
@@ -436,7 +450,7 @@ class EarlyScan:
                 )
             return pid, result, size
 
-        # What others may be forks of comes first; the others do not depend on each other.
+        # Processes that others may be forks of come first; the others do not depend on each other.
         first = [pid for pid in own if pid in sources.values()]
         for pid in first:
             result = scan(pid, context.threads)
@@ -452,11 +466,11 @@ class EarlyScan:
 def share_out(
     work: Callable[[int, int], _T], sizes: Mapping[int, int], threads: int
 ) -> Iterator[_T]:
-    """Do something for each process, with all threads: a process with more than an equal share of
-    the work gets all of them, the others get one each.
+    """Do work for each process, with all threads. A process with more than an equal share of the
+    work gets all threads; the others get one each.
 
     Args:
-        work: Called with a process and a number of threads.
+        work: Called with a pid and a number of threads.
         sizes: Pid → amount of work.
 
     Yields:
@@ -475,11 +489,12 @@ def share_out(
 
 
 class HeldTree:
-    """Finds out when one tracer holds every thread of a tree. Only valid once CRIU has stopped them
-    all (`ALL_STOPPED`, or its plugin says so): before, it may let a thread go on that it has stopped.
+    """Finds out when one tracer holds every thread of a tree. Use it only after CRIU has stopped
+    them all (`ALL_STOPPED` exists, or CRIU's plugin says so). Before, CRIU may resume a thread that
+    it has stopped.
 
-    Each thread must be seen stopped once. After that, only its tracer can let it run: CRIU has one
-    after the other execute its own code, so in a large tree they are rarely all stopped at once.
+    Each thread must be seen stopped once. After that, only its tracer can let it run. CRIU executes
+    its own code in one thread after another, so threads are rarely all stopped at once.
 
     Args:
         root: Host pid of the tree's root.
@@ -493,7 +508,7 @@ class HeldTree:
 
     def threads(self) -> dict[int, list[int]]:
         """Return the threads by host pid if all of them are held and the tree did not change
-        meanwhile; else nothing. May be called again and again.
+        meanwhile; otherwise an empty mapping. May be called repeatedly.
         """
         try:
             found = self.members()
@@ -511,7 +526,7 @@ class HeldTree:
         """Return the threads by host pid, held or not.
 
         Raises:
-            NotFound: The root has ended, or another process meanwhile.
+            NotFound: The root, or another process, has ended.
         """
         pids = [pid for pid in procfs.tree(self._root) if pid not in self._apart]
         return {pid: procfs.threads(pid) for pid in pids if not procfs.is_zombie(pid)}

@@ -1,5 +1,5 @@
-"""Pages that CRIU was kept from seeing: find them in the frozen process or shared memory and write
-them into CRIU's pagemap, where a restore looks for them.
+"""Pages that CRIU was kept from seeing: find them in the frozen process or in shared memory, and
+write them into CRIU's pagemap, where a restore looks for them.
 
 Either all pages of every hidden range are found, or the snapshot fails.
 """
@@ -31,19 +31,19 @@ _ANONYMOUS, _DROPPABLE = 0x20, 0x08  # MAP_ANONYMOUS, MAP_DROPPABLE
 def find_hidden(
     pid: int, regions: list[Region], hidden: Ranges, known: Present | None, threads: int
 ) -> Extents:
-    """Find the pages of a frozen process that hold something, in hidden ranges.
+    """Find the pages in hidden ranges of a frozen process that hold something.
 
     Args:
         regions: The VMAs of the process's mm image.
         hidden: RANGE records, ascending.
-        known: What was already looked up since the process stands still.
+        known: What was looked up since the process stands still, if anything.
         threads: Number of threads that look up the rest.
 
     Returns:
-        EXTENT records, ascending, none across the end of a hidden range or a region.
+        EXTENT records, ascending. None crosses the end of a hidden range or of a region.
 
     Raises:
-        DumpFailed: A hidden range is not all private memory of the process.
+        DumpFailed: Part of a hidden range is not private memory of the process.
     """
     hidden = _private_parts(pid, regions, hidden)
     if known is None:
@@ -62,7 +62,7 @@ def find_shared(
 
     Args:
         size: Bytes that CRIU would have written.
-        known: Its pages, where they were looked up since the tree stands still.
+        known: Its pages, if they were looked up since the tree stands still.
 
     Raises:
         DumpFailed: CRIU has seen some of it.
@@ -77,7 +77,7 @@ def find_shared(
 
 
 def complete(directory: Path, pagemaps: list[Pagemap], version: tuple[int, ...]) -> None:
-    """Write the hidden pages into the pagemap images, once CRIU no longer writes."""
+    """Write the hidden pages into the pagemap images. Call it once CRIU no longer writes."""
     for pagemap in pagemaps:
         if not len(pagemap.hidden):
             continue
@@ -111,12 +111,14 @@ def clip(extents: Extents, ranges: Ranges) -> Extents:
 
 
 def _private_parts(pid: int, regions: list[Region], hidden: Ranges) -> Ranges:
-    """Return the hidden ranges cut where regions end, because CRIU makes neighbours readable, so that
-    they become one mapping for a while. What CRIU does not dump by its pages is left out: the vDSO,
-    which it writes whole or not at all, and droppable memory (Linux 6.11), which looks private.
+    """Return the hidden ranges, cut where regions end. A hidden range can span several regions:
+    CRIU makes mappings readable for a while, so that neighbours become one mapping.
+
+    Memory that CRIU does not dump page by page is left out: the vDSO, which CRIU writes whole or
+    not at all, and droppable memory (Linux 6.11), which looks private.
 
     Raises:
-        DumpFailed: A part is not in private memory of no file, or of a file.
+        DumpFailed: A part lies outside of private memory, anonymous or of files.
     """
     private, others = [], []
     for region in regions:

@@ -1,7 +1,7 @@
-"""Facts of a tree that stands still, read from /proc as soon as every thread is held, while CRIU
+"""Facts about a tree that stands still, read from /proc as soon as every thread is held, while CRIU
 writes its images.
 
-Meanwhile code of CRIU runs in one process after the other. It opens CRIU's log there, and makes
+Meanwhile CRIU's code runs in one process after another. It opens CRIU's log there, and makes
 private mappings readable for a while, so that neighbours become one. So what a process has open and
 mapped is compared once CRIU is done, and read again where it differs.
 """
@@ -44,8 +44,8 @@ class Standing:
         pids: Host pid → image id, root first.
         alive: Host pids of the processes that are not zombies.
         ids: Process and thread ids that must be free for a restore.
-        ports: The addresses on which it listens for TCP.
-        opened: Host pid → what the process, or CRIU's code in it, had open and mapped.
+        ports: The addresses on which it listens for TCP connections.
+        opened: Host pid → what the process had open and mapped, CRIU's code in it included.
         maps: Reads the tree's mappings.
     """
 
@@ -81,11 +81,12 @@ class Standing:
 
 
 class Ahead(NamedTuple):
-    """What some processes of a tree have open and mapped, read before the others stood still.
+    """What some processes of a tree have open and mapped, read before the other processes stand
+    still.
 
     Attributes:
-        at_ns: A time before it was read, ns since the epoch.
-        opened: By host pid.
+        at_ns: A time before anything was read, ns since the epoch.
+        opened: Host pid → what the process has open and mapped.
     """
 
     at_ns: int
@@ -95,9 +96,11 @@ class Ahead(NamedTuple):
 def read_ahead(
     pids: Sequence[int], maps: procfs.MapsReader, stop: threading.Event | None = None
 ) -> Ahead:
-    """Read what processes that stand still have open and mapped.
+    """Read what some processes have open and mapped. They stand still; others of the tree may run.
 
     Args:
+        pids: Host pids of the processes.
+        maps: Reads their mappings.
         stop: When set, reading ends.
 
     Raises:
@@ -112,13 +115,13 @@ def observe(
     stop: threading.Event | None = None,
     ahead: Ahead | None = None,
 ) -> Standing:
-    """Read a tree that stands still.
+    """Read the facts about a tree that stands still.
 
     Args:
         root: Host pid of its root.
         maps: Reads its mappings.
         stop: When set, reading ends.
-        ahead: What was read of some processes before.
+        ahead: What `read_ahead` returned for some of its processes; they are not read again.
 
     Raises:
         NotFound: A process was killed meanwhile.

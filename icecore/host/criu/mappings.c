@@ -1,15 +1,17 @@
-/* Preloaded into CRIU: takes a process's smaps from a copy where there is one.
+/* Preloaded into CRIU: it reads the copy of a process's smaps if there is one.
  *
- * CRIU (4.0 to 4.2: criu/proc_parse.c, parse_smaps) reads /proc/PID/smaps of one process after the
- * other while the tree stands still. It needs the lines of maps and the flags, but the kernel also
- * counts the pages of each mapping, one by one: in a tree of workers with 250 MB each, that was most
- * of CRIU's time. The dumper copies the file of processes that CRIU holds but has not come to yet
- * (icecore/host/criu/mappings.py). Nothing changes a process's mappings in between: all threads are
+ * CRIU (4.0 to 4.2: criu/proc_parse.c, parse_smaps) reads /proc/PID/smaps of one process after
+ * another while the tree stands still. It needs only the lines of maps and the flags, but the
+ * kernel also counts the pages of each mapping, one by one. In a tree of workers with 250 MB each,
+ * that was most of CRIU's time. So the dumper copies the file for processes that CRIU holds but has
+ * not reached yet (icecore/host/criu/mappings.py).
+ *
+ * Nothing changes the mappings of a process between the copy and CRIU's use of it: all threads are
  * held, processes that share an address space are refused, and CRIU has system calls made in a process
  * only after it has read the file.
  *
  * Where ICECORE_HIDDEN names a file, the copy for PID has that name with ".PID.smaps.log" appended.
- * Each copy is used once. Without one, CRIU reads what the kernel says.
+ * Each copy is used once. Without a copy, CRIU reads the file in /proc.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -21,7 +23,7 @@
 #include <sys/types.h>
 #include <unistd.h>
 
-/* The process whose directory of /proc it is; 0: of none. */
+/* Return the process whose directory in /proc this is; 0: it is none. */
 static int process_of(int directory)
 {
 	char name[64], path[64];
@@ -35,7 +37,7 @@ static int process_of(int directory)
 	return sscanf(path, "/proc/%d%n", &pid, &length) == 1 && length == size ? pid : 0;
 }
 
-/* The copy, opened; -1: there is none. */
+/* Open the copy; -1: there is none. */
 static int open_copy(int directory)
 {
 	const char *hidden = getenv("ICECORE_HIDDEN");

@@ -1,8 +1,8 @@
-"""The smaps of processes that stand still, copied ahead of CRIU, which reads one after the other
-(icecore/host/criu/mappings.c).
+"""Copies of the smaps of processes that stand still, made ahead of CRIU, which reads one file after
+another (icecore/host/criu/mappings.c).
 
-The kernel counts the pages of each mapping for that file. CRIU does not need the counts, but there is
-no other source of the mappings' flags.
+For that file, the kernel counts the pages of each mapping. CRIU does not need the counts, but the
+flags of the mappings have no other source.
 """
 
 from __future__ import annotations
@@ -14,32 +14,34 @@ from pathlib import Path
 
 from icecore.host.kernel.scanning import copy_file
 
-#: Bytes that copies leave to CRIU's images.
+#: Free bytes that copies leave for CRIU's images.
 _LEAST_FREE = 64 << 20
 
 
 def copy_mappings(
     hidden: Path, processes: Iterable[tuple[int, int]], over: Callable[[], bool]
 ) -> None:
-    """Copy smaps of processes that CRIU holds. A process to which CRIU has come already, or that was
-    killed, is left out.
+    """Copy the smaps of processes that CRIU holds. Skip processes that CRIU has reached already, or
+    that were killed. Stop when CRIU is done, or when the directory has little room left.
 
     Args:
-        hidden: The file that notes what CRIU was kept from seeing; it lies in CRIU's image directory.
-        processes: Pid and image id of each, in the order in which CRIU comes to them.
-        over: Whether CRIU is done.
+        hidden: The file that records what CRIU was kept from seeing. It lies in CRIU's image
+            directory, and so do the copies.
+        processes: Pid and image id of each process, in the order in which CRIU reaches them.
+            Threads may share one iterator.
+        over: Returns whether CRIU is done.
     """
     for pid, image in processes:
         if over() or _free_bytes(hidden.parent) < _LEAST_FREE:
             return
-        # CRIU opens this image once it has read the mappings.
+        # CRIU creates this image only after it has read the mappings.
         if not hidden.with_name(f"mm-{image}.img").exists():
             with suppress(OSError):  # without a copy, CRIU reads the file itself
                 _copy(pid, hidden.with_name(f"{hidden.name}.{pid}.smaps.log"))
 
 
 def remove_copies(hidden: Path) -> None:
-    """Remove the copies that CRIU did not use, once it is done."""
+    """Remove the copies that CRIU did not use. Call it once CRIU is done."""
     for path in hidden.parent.glob(f"{hidden.name}.*.smaps.log"):
         path.unlink()
 

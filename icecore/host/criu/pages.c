@@ -1,18 +1,21 @@
-/* Preloaded into CRIU: private memory appears empty to it. Whatever is hidden is recorded first; if it
- * cannot be recorded, nothing is hidden.
+/* Preloaded into CRIU: private memory appears empty to it. What is hidden is recorded first. If it
+ * cannot be recorded, it is not hidden.
  *
  * In a lazy dump CRIU (4.0 to 4.2: criu/mem.c, generate_iovs, drain_pages and xfer_pages) walks the
- * pages of one process after the other, has each put its own into pipes, and writes those that cannot
- * be restored lazily into its images. But the dumper reads all memory in place. That adds about 45 ms
- * of window for each GiB of 4 KiB pages, some 5 ms for each process of an interpreter with libraries,
- * whose relocations are private pages of files, and a descriptor for every 2 MiB. Where
- * ICECORE_HIDDEN names a file, PAGEMAP_SCAN (criu/pagemap-cache.c, pmc_fill) of another process finds
- * nothing in its private mappings, and for each part of the asked range that lies in such a mapping a
- * struct hidden at the end of that file records it.
+ * pages of one process after another. It has each process put its pages into pipes, and writes those
+ * that cannot be restored lazily into its images. But the dumper reads all memory in place. So this
+ * only makes the window longer: by about 45 ms for each GiB of 4 KiB pages, and by some 5 ms for each
+ * process of an interpreter with libraries, whose relocations are private pages of files. It also
+ * takes a descriptor for every 2 MiB.
  *
- * The kernel answers everything else: stacks, code and data of the kernel, code of files (where CRIU
- * has system calls made, which changes pages), small code of no file, device files, shared memory
- * (which CRIU writes), and the search for guard pages.
+ * Where ICECORE_HIDDEN names a file, PAGEMAP_SCAN (criu/pagemap-cache.c, pmc_fill) of another process
+ * finds nothing in hidden mappings (hideable). For each part of the requested range that lies in such
+ * a mapping, a struct hidden is appended to that file.
+ *
+ * The kernel answers for everything else: stacks, the kernel's own mappings (the vDSO, for example),
+ * executable mappings of files (CRIU has system calls made in them, which changes pages), small
+ * executable mappings of no file, files below /dev, anonymous huge pages, and shared memory (see
+ * shared.c). It also answers the search for guard pages.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -26,13 +29,13 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* Less executable memory of no file is left to CRIU: after a restore with another kernel it may be
- * the vDSO, which CRIU recognises and writes whole. */
+/* Executable mappings of no file that are smaller than this are left to CRIU. After a restore under
+ * another kernel, one may be the old vDSO, which CRIU recognises and writes whole. */
 #define LEAST_CODE (((uint64_t)2 << 20) + 4096)
 #define ROOM ((size_t)256 << 10)
-#define MOST ((size_t)4096) /* parts, and runs, of one answer */
+#define MOST ((size_t)4096) /* parts of one answer, and runs */
 
-/* linux/fs.h from 6.7 on; where this is built may be older. */
+/* From linux/fs.h since 6.7; the build machine's may be older. */
 struct scan {
 	uint64_t size, flags, start, end, walk_end, vec, vec_len, max_pages, category_inverted,
 	    category_mask, category_anyof_mask, return_mask;
@@ -53,7 +56,7 @@ struct run {
 	uint64_t start, end, categories;
 };
 
-/* What is hidden of the process that was asked about last, ascending. CRIU has one thread. */
+/* The hidden mappings of the process that CRIU asked about last, ascending. CRIU has one thread. */
 static struct {
 	pid_t pid;
 	struct range *ranges;
@@ -62,7 +65,7 @@ static struct {
 
 __attribute__((visibility("default"))) int ioctl(int descriptor, unsigned long request, ...);
 
-/* A whole file of /proc, which the caller frees; NULL if it cannot be read. */
+/* Return the content of a file of /proc, which the caller frees; NULL if it cannot be read. */
 static char *contents(const char *path)
 {
 	int file = open(path, O_RDONLY | O_CLOEXEC);
@@ -91,8 +94,8 @@ static char *contents(const char *path)
 	return text;
 }
 
-/* Whether a line of /proc/PID/maps (proc_pid_maps(5)) is of memory that is hidden, and where that is:
- * private memory of no file, or of a file and not executable. */
+/* Return whether a line of /proc/PID/maps (proc_pid_maps(5)) describes a mapping that is hidden, and
+ * store its range: private memory of no file, or of a file if it is not executable. */
 static bool hideable(const char *line, struct range *range)
 {
 	char executable, private;
@@ -114,7 +117,7 @@ static bool hideable(const char *line, struct range *range)
 	    (!*line || !strcmp(line, "[heap]") || !strncmp(line, "[anon:", 6));
 }
 
-/* Fill `known` for this process. */
+/* Fill `known` for a process; false if that fails. */
 static bool look(pid_t pid)
 {
 	char path[32];
@@ -149,7 +152,7 @@ static bool look(pid_t pid)
 	return true;
 }
 
-/* Whose pagemap it is; 0: no process's, or our own. */
+/* Return the process whose pagemap this is; 0: it is no pagemap, or our own. */
 static pid_t whose(int descriptor)
 {
 	char name[64], path[64], word[16];
@@ -166,6 +169,7 @@ static pid_t whose(int descriptor)
 	return pid;
 }
 
+/* Append records to the file; false if that fails. */
 static bool note(const struct hidden *entries, size_t count)
 {
 	const char *path = getenv("ICECORE_HIDDEN");
@@ -178,7 +182,7 @@ static bool note(const struct hidden *entries, size_t count)
 	return written;
 }
 
-/* The parts of hidden memory from `start` to `end`: how many, or -1 if there is no room. */
+/* Find the parts of hidden memory from `start` to `end`. Returns their number; -1: no room. */
 static ssize_t parts_of(pid_t pid, uint64_t start, uint64_t end, struct hidden *parts, size_t room)
 {
 	size_t low = 0, high = known.count, count = 0;
@@ -201,7 +205,7 @@ static ssize_t parts_of(pid_t pid, uint64_t start, uint64_t end, struct hidden *
 	return (ssize_t)count;
 }
 
-/* Of `count` runs, what is in no part: how many runs, or -1 if there is no room. */
+/* Find what of `count` runs lies in no part. Returns the number of runs left; -1: no room. */
 static ssize_t left_of(const struct run *runs, size_t count, const struct hidden *parts,
     size_t part_count, struct run *left, size_t room)
 {
@@ -225,7 +229,7 @@ static ssize_t left_of(const struct run *runs, size_t count, const struct hidden
 	return (ssize_t)out;
 }
 
-/* Ask the kernel, and take hidden memory out of its answer. */
+/* Ask the kernel, and remove hidden memory from its answer. */
 static int scan(int descriptor, struct scan *scan)
 {
 	static struct hidden parts[MOST];

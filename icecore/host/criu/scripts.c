@@ -1,9 +1,11 @@
-/* Preloaded into CRIU: its action script is started only for the stage in which it does something.
+/* Preloaded into CRIU: the action script is executed only for the stage "pre-dump", in which it does
+ * something.
  *
- * icecore/dumper/freeze/waiting_criu.py makes CRIU wait by a script for the stage "pre-dump". CRIU
- * (4.0 to 4.2: criu/action-scripts.c) starts it four more times while the tree stands still, and
- * waits for its end. Each time, ICECORE_HOLD names the script, the process that CRIU forked for it
- * ends at once instead of starting a shell.
+ * icecore/dumper/freeze/waiting_criu.py makes CRIU wait with a script for that stage. While the tree
+ * stands still, CRIU (4.0 to 4.2: criu/action-scripts.c) starts the script again for each later
+ * stage, and waits until it ends: twice, and four times if the tree has a network namespace of its
+ * own. ICECORE_HOLD names the script. For the later stages, the process that CRIU has forked for it
+ * ends at once instead of executing a shell.
  */
 #define _GNU_SOURCE
 #include <stdlib.h>

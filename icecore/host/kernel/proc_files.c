@@ -1,5 +1,5 @@
-/* What /proc tells of processes, without the interpreter: each call of Python's would wait for its
- * lock again.
+/* Read files of /proc without the interpreter. In Python, each system call would have to wait for the
+ * interpreter's lock again.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -9,7 +9,7 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
-/* linux/fs.h from 6.7 on (struct pm_scan_arg, struct page_region); where this is built may be older. */
+/* From linux/fs.h since 6.7 (pm_scan_arg, page_region); the build machine's may be older. */
 struct scan {
 	uint64_t size, flags, start, end, walk_end, vec, vec_len, max_pages, category_inverted,
 	    category_mask, category_anyof_mask, return_mask;
@@ -24,9 +24,10 @@ struct range {
 	uint64_t start, end;
 };
 
-/* The runs of pages in ranges that are there and in none of the `excluded` categories; they are
- * written to `found`. Returns how many, or an errno, negative. `*done` ranges are done; if `found` was
- * too small, what is left of the next one has a new start. */
+/* Find the runs of pages in `ranges` that are present or swapped out, and in none of the `excluded`
+ * categories. Writes them to `found`, and returns their number, or a negative errno. `*done` is set
+ * to the number of ranges that are finished. If `found` is full, the start of the next range is
+ * moved to where the search has to go on. */
 __attribute__((visibility("default"))) int64_t find_runs(int64_t pagemap, struct range *ranges,
     int64_t count, uint64_t excluded, struct run *found, int64_t room, int64_t *done)
 {
@@ -55,8 +56,8 @@ __attribute__((visibility("default"))) int64_t find_runs(int64_t pagemap, struct
 			if (!got)
 				break;
 			out += got;
-			/* Linux 6.18 leaves an old walk_end behind when the walk came to its end:
-			 * going on there would tell runs twice. */
+			/* Linux 6.18 leaves an old walk_end if the walk reached the end of the range.
+			 * Continuing there would return runs twice. */
 			uint64_t last = found[out - 1].end;
 			range->start = scan.walk_end > last ? scan.walk_end : last;
 		}
@@ -64,7 +65,8 @@ __attribute__((visibility("default"))) int64_t find_runs(int64_t pagemap, struct
 	return out;
 }
 
-/* Copy the rest of a file; 0, or an errno. The kernel hands out files of /proc in small pieces. */
+/* Copy the rest of a file. Returns 0, or an errno. A read of a file of /proc returns only a small
+ * piece, so several reads fill the buffer before it is written. */
 __attribute__((visibility("default"))) int64_t copy_file(int64_t source, int64_t target)
 {
 	enum { ROOM = 1 << 17, LEAST = 1 << 14 };

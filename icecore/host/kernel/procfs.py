@@ -51,8 +51,8 @@ class Mapping:
 
     @property
     def holds_private_data(self) -> bool:
-        """Whether it is of a file, but pages of it may be this process's alone: mapped private, and not
-        code. Of device files nothing is known.
+        """Return whether it is a mapping of a file in which the process may have pages of its own:
+        it is private and not executable. Files below /dev and huge pages do not count.
         """
         return (
             self.private

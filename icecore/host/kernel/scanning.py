@@ -1,5 +1,7 @@
-"""Read and fingerprint cells of a process or a file in C (scan_cells.c), without the interpreter. It is used
-only if its fingerprints are those of xxhash.
+"""Work in C, without the interpreter: read and fingerprint cells of a process or a file
+(scan_cells.c), and read files of /proc (proc_files.c).
+
+The library is used only if its fingerprints are those of xxhash.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ ALL_KNOWN, CHANGED, NOT_READ = range(3)
 #: XXH3's 128-bit hash with a seed: one that chooses the processor's instructions first.
 _NAMES = ("XXH3_128bits_withSeed_dispatch", "XXH3_128bits_withSeed")
 _PROBE = bytes(range(256)) * 5
-#: Ranges that one call finds, and that a second one finds.
+#: Most ranges or runs that the first call returns, and that each further call of `find_runs`
+#: returns.
 _RANGES, _MORE_RANGES = 4096, 1 << 16
 
 
@@ -177,19 +180,19 @@ def data_ranges(file: int, start: int, end: int) -> npt.NDArray[np.uint64] | Non
 def find_runs(
     pagemap: int, ranges: npt.NDArray[np.uint64], excluded: int
 ) -> npt.NDArray[np.uint64] | None:
-    """Return the runs of pages that are there, in memory or swapped out, by PAGEMAP_SCAN.
+    """Find the runs of pages in ranges that are present or swapped out, by PAGEMAP_SCAN.
 
     Args:
         pagemap: Descriptor of /proc/PID/pagemap.
-        ranges: u8[n, 2], start and end of each range; changed.
-        excluded: Categories of which a page may have none.
+        ranges: u8[n, 2], start and end of each range. The call changes it.
+        excluded: Categories (PAGE_IS_ bits). Pages in any of them are left out.
 
     Returns:
-        u8[m, 3], start, end and 0 of each run, in the order of the ranges; None: the native library
-        was not built.
+        u8[m, 3]: start and end of each run, and 0, in the order of the ranges. None: the native
+        library cannot be used (`native_scan_lacks`).
 
     Raises:
-        OSError: The kernel cannot tell.
+        OSError: The kernel refused the request.
     """
     if native_scan_lacks():
         return None
@@ -217,14 +220,14 @@ def find_runs(
 
 
 def copy_file(source: int, target: int) -> None:
-    """Copy the rest of a file, such as one of /proc, which the kernel hands out in small pieces,
-    without the interpreter. Only if the native library can be used (`native_scan_lacks`).
+    """Copy the rest of a file without the interpreter. This is for files of /proc, of which each
+    read returns only a small piece. Requires the native library (`native_scan_lacks`).
 
     Args:
-        source, target: Descriptors.
+        source, target: Descriptors, open for reading and for writing.
 
     Raises:
-        OSError: It cannot be read or written.
+        OSError: Reading or writing failed.
     """
     word = ctypes.c_int64
     call = ctypes.CFUNCTYPE(word, word, word)(("copy_file", _library()))
