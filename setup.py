@@ -159,7 +159,7 @@ setup(
             "icecore.host.kernel/libicecore-scan.so",
             ["icecore/host/kernel/scan_cells.c", "icecore/host/kernel/proc_files.c"],
             LIBRARY_FLAGS,
-            "memory is scanned through the interpreter, which is slower on many cores",
+            "memory is scanned through the interpreter, which is slower on many cores, and windows of trees with many processes are longer",
             [],
         ),
         Program(

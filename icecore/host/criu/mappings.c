@@ -3,8 +3,8 @@
  * CRIU (4.0 to 4.2: criu/proc_parse.c, parse_smaps) reads /proc/PID/smaps of one process after
  * another while the tree stands still. It needs only the lines of maps and the flags, but the
  * kernel also counts the pages of each mapping, one by one. In a tree of workers with 250 MB each,
- * that was most of CRIU's time. So the dumper copies the file for processes that CRIU holds but has
- * not reached yet (icecore/host/criu/mappings.py).
+ * that was about half of CRIU's time. So the dumper copies the file for processes that CRIU holds
+ * but has not reached yet (icecore/host/criu/mappings.py).
  *
  * Nothing changes the mappings of a process between the copy and CRIU's use of it: all threads are
  * held, processes that share an address space are refused, and CRIU has system calls made in a process
