@@ -35,6 +35,7 @@ from icecore.host.criu.program import find_criu
 from icecore.host.gpu.backend import Backend
 from icecore.host.kernel import limits, procfs
 from icecore.restorer.guard.client import RestoreGuard
+from tests.host.target import eventually
 from tests.programs import driving
 
 from .conftest import Start
@@ -541,6 +542,18 @@ threading.Thread(target=run, daemon=True).start(); assert ready.wait(20)
 def test_a_thread_that_does_not_share(code: str, what: str, has: Has, store: Store) -> None:
     message = refused(store, has(_THREAD.format(code)))["threads"]
     assert re.search(f"thread [0-9]+ of process [0-9]+ has {what} of its own", message)
+
+
+def test_a_process_whose_first_thread_has_ended_meanwhile(has: Has) -> None:
+    """The kernel ends the threads of a process one after another, each with its descriptors."""
+    pid = has(
+        _THREAD.format("pass") + "signal.signal(signal.SIGUSR1, lambda *_: libc.syscall(60, 0))"
+    )
+    found = inspect_tree(pid, find_criu(), "/dev/shm", DumpOptions())
+    assert len(procfs.threads(pid)) == 2 and not checks.threads(found)
+    os.kill(pid, signal.SIGUSR1)
+    assert eventually(lambda: procfs.is_zombie(pid))
+    assert len(procfs.threads(pid)) == 2 and not checks.threads(found)
 
 
 def test_threads_that_come_and_go_share_everything(has: Has) -> None:

@@ -133,7 +133,8 @@ def _apart(process: ProcessInspection) -> Iterator[tuple[int, str]]:
         for thread in procfs.threads(pid):
             with suppress(NotFound, ProcessLookupError):
                 what = _own(pid, thread, process.namespaces or {}) if thread != pid else ""
-                if what and not procfs.thread_ends(pid, thread):
+                # A process that ends loses its first thread's share first.
+                if what and not any(procfs.thread_ends(pid, one) for one in (pid, thread)):
                     yield thread, what
 
 
