@@ -175,7 +175,7 @@ def test_the_same_is_recorded_as_if_nothing_were_hidden(
         }
 
 
-#: 24 MiB of which parts are written, protected, unmapped, locked, shared, advised about. Parts are
+#: 24 MiB, anonymous or of a file, of which parts are written, protected, unmapped, locked, shared, advised about. Parts are
 #: executable or guard pages, not both: CRIU runs what it injects in the first mapping that is
 #: executable, guard pages or not.
 _LAYOUT = """
@@ -186,6 +186,11 @@ libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 size = 24 * MIB
 m = private(size + 2 * MIB)
 m += -m % (2 * MIB)
+if {of_file}:
+    open("f", "wb").write(os.urandom(size))
+    f = os.open("f", os.O_RDONLY)
+    assert libc.mmap(ctypes.c_void_p(m), size, 3, 0x12, f, 0) == m
+    os.close(f)
 for _ in range(chosen.randrange(3, 40)):
     first = chosen.randrange(size // 4096)
     if chosen.random() < 0.5:
@@ -218,7 +223,11 @@ def test_a_random_layout(
     seed: int, puppet: Puppet, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     puppet.do(
-        _LAYOUT.format(seed=seed, more="execute" if seed % 2 or not guards_told() else "guard")
+        _LAYOUT.format(
+            seed=seed,
+            of_file=seed % 3 == 2,
+            more="execute" if seed % 2 or not guards_told() else "guard",
+        )
     )
     address = puppet.number("m")
     area = set(range(address, address + (24 << 20), PAGE))
