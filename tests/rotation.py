@@ -97,7 +97,7 @@ PARTS = {
     "tests/resident/test_restore.py::"
     "test_no_lease_ends_before_what_is_still_there_is_what_it_was": 2,
     "tests/resident/test_run.py::test_a_job_and_its_instances": 2,
-    "tests/resident/test_run.py::test_a_job_that_crashes": 3,
+    "tests/resident/test_run.py::test_a_job_that_crashes": 2,
     "tests/resident/test_run.py::test_what_cannot_be_started_leaves_no_keeper": 2,
     "tests/restorer/test_device_file.py::test_a_reader_finds_what_was_written": 5,
     "tests/restorer/test_exchange.py::"
@@ -152,7 +152,7 @@ PARTS = {
     "tests/roundtrip/test_users.py::test_links_that_are_swapped_while_a_job_starts_lead_nowhere": 2,
     "tests/service/api/test_routes.py::test_malformed_requests": 3,
     "tests/service/api/test_schema.py::test_the_service_does_what_its_document_says": 6,
-    "tests/service/test_supervised.py::test_a_job_that_ends_while_it_is_being_stopped": 3,
+    "tests/service/test_supervised.py::test_a_job_that_ends_while_it_is_being_stopped": 4,
     "tests/service/test_supervised.py::test_a_reader_that_does_not_read_delays_nothing": 2,
     "tests/service/test_supervised.py::test_preempted_and_brought_back": 2,
     "tests/service/test_supervised.py::test_the_watchdog_stops_and_ends_a_job_without_a_lease": 2,
