@@ -18,8 +18,9 @@
  * shared.c). It also answers the search for guard pages.
  */
 #define _GNU_SOURCE
+#include "../kernel/pagemap_scan.h"
+
 #include <fcntl.h>
-#include <linux/ioctl.h>
 #include <stdarg.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -35,25 +36,8 @@
 #define ROOM ((size_t)256 << 10)
 #define MOST ((size_t)4096) /* parts of one answer, and runs */
 
-/* From linux/fs.h since 6.7; the build machine's may be older. */
-struct scan {
-	uint64_t size, flags, start, end, walk_end, vec, vec_len, max_pages, category_inverted,
-	    category_mask, category_anyof_mask, return_mask;
-};
-#define SCAN _IOWR('f', 16, struct scan)
-#define PRESENT_OR_SWAPPED (1 << 3 | 1 << 4)
-
-struct range {
-	uint64_t start, end;
-};
-
 struct hidden {
 	uint64_t pid, start, end;
-};
-
-/* linux/fs.h, struct page_region */
-struct run {
-	uint64_t start, end, categories;
 };
 
 /* The hidden mappings of the process that CRIU asked about last, ascending. CRIU has one thread. */

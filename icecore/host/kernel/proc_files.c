@@ -2,27 +2,13 @@
  * interpreter's lock again.
  */
 #define _GNU_SOURCE
+#include "pagemap_scan.h"
+
 #include <errno.h>
-#include <linux/ioctl.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <sys/ioctl.h>
 #include <unistd.h>
-
-/* From linux/fs.h since 6.7 (pm_scan_arg, page_region); the build machine's may be older. */
-struct scan {
-	uint64_t size, flags, start, end, walk_end, vec, vec_len, max_pages, category_inverted,
-	    category_mask, category_anyof_mask, return_mask;
-};
-struct run {
-	uint64_t start, end, categories;
-};
-#define SCAN _IOWR('f', 16, struct scan)
-#define PRESENT_OR_SWAPPED (1 << 3 | 1 << 4)
-
-struct range {
-	uint64_t start, end;
-};
 
 /* Find the runs of pages in `ranges` that are present or swapped out, and in none of the `excluded`
  * categories. Writes them to `found`, and returns their number, or a negative errno. `*done` is set
