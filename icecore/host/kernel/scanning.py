@@ -32,6 +32,10 @@ _PROBE = bytes(range(256)) * 5
 _RANGES, _MORE_RANGES = 4096, 1 << 16
 
 
+#: What the library exports besides `scan_cells`.
+_CALLS = ("find_data", "find_runs", "copy_file")
+
+
 class _Hash(ctypes.Structure):
     _fields_ = [("low", ctypes.c_uint64), ("high", ctypes.c_uint64)]
 
@@ -244,7 +248,8 @@ def native_scan_lacks() -> str:
         size = ctypes.c_uint64.in_dll(_library(), "scan_cells_size").value
     except (OSError, ValueError, AttributeError) as error:
         return f"{LIBRARY.name} cannot be used: {error}"
-    if size != ctypes.sizeof(_Cells):
+    there = all(hasattr(_library(), name) for name in _CALLS)
+    if size != ctypes.sizeof(_Cells) or not there:
         return f"{LIBRARY.name} is another version's"
     return (
         ""
