@@ -11,6 +11,7 @@ import pytest
 
 from icecore.dumper.memory import early
 from icecore.dumper.options import DumpOptions
+from icecore.host.criu import mappings
 from icecore.host.criu.hidden import hides
 from icecore.host.criu.libraries import dump_environment
 from icecore.host.criu.mappings import copy_mappings
@@ -88,10 +89,11 @@ def test_criu_writes_the_same(
     puppet.do(f"for _ in range({WORKERS}):\n    if os.fork() == 0: time.sleep(1000)")
     copied: list[int] = []
     left: list[int] = []
-    copy = early.copy_mappings
+    copy = mappings._copy
 
-    def counted(hidden, processes, over):  # type: ignore[no-untyped-def]
-        copy(hidden, ((pid, image) for pid, image in processes if not copied.append(pid)), over)
+    def counted(pid: int, target: Path) -> None:
+        copy(pid, target)
+        copied.append(pid)
 
     def images() -> dict[str, bytes]:
         look = Events(
@@ -105,7 +107,7 @@ def test_criu_writes_the_same(
         names = [space.key for space in recorded.manifest.spaces if space.kind == "image"]
         return {name: recorded.content("image", name) for name in names if name.startswith("mm-")}
 
-    monkeypatch.setattr(early, "copy_mappings", counted)
+    monkeypatch.setattr(mappings, "_copy", counted)
     for _ in range(10):
         with_copies = images()
         if len(copied) > left[-1]:  # otherwise CRIU was done before it was noticed
