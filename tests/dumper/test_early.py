@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from icecore.dumper.dump import DumpResult
-from icecore.dumper.memory.early import Early, EarlyScan, HeldTree, share_out
+from icecore.dumper.memory.early import Early, EarlyScan, share_out
+from icecore.dumper.observe.held import HeldTree
 from icecore.dumper.observe.standing import observe
 from icecore.dumper.options import DumpOptions
 from icecore.errors import DumpFailed, WindowExceeded

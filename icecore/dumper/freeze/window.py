@@ -1,8 +1,8 @@
 """The window: the time in which the job stands still. Whatever happens in it, the job runs again
 within a second, unless the caller asked to stop it.
 
-CRIU freezes the tree, writes everything except private pages, and keeps the tree
-frozen until the socket that this process holds closes. Meanwhile the memory is read in place.
+CRIU freezes the tree, writes everything except private pages, and keeps the tree frozen until the
+socket that this process holds closes. Meanwhile the memory is read in place.
 """
 
 from __future__ import annotations

@@ -53,6 +53,7 @@ from icecore.dumper.memory.shared import SharedMemory
 from icecore.dumper.memory.spaces import ScanContext, Scanned
 from icecore.dumper.observe.asynchronous_io import has_ring
 from icecore.dumper.observe.files import tree_pids
+from icecore.dumper.observe.held import HeldTree
 from icecore.dumper.observe.standing import Ahead, Standing, observe, read_ahead
 from icecore.errors import DumpFailed, NotFound
 from icecore.events import Sink, phase
@@ -117,6 +118,7 @@ class _Read:
         present, processes: As in `Early`.
         own: Host pid → what was to be read, for each process that was read.
         scanned: Host pid → its cells that were read.
+        shared: As in `Early`.
         rings: Whether a process has a ring for asynchronous I/O.
     """
 
@@ -125,6 +127,7 @@ class _Read:
     processes: dict[int, Scanned] = field(default_factory=dict)
     own: dict[int, _Own] = field(default_factory=dict)
     scanned: dict[int, Scanned] = field(default_factory=dict)
+    shared: dict[str, tuple[npt.NDArray[np.void], Scanned]] = field(default_factory=dict)
     rings: bool = False
 
 
@@ -180,6 +183,7 @@ class EarlyScan:
         self._hidden = hidden
         self._apart = frozenset(apart)
         self._driver_works = threading.Event()
+        self._copying: list[Future[None]] = []
         self._images = images
         self._parent = parent
         self._copied = copied
@@ -264,11 +268,13 @@ class EarlyScan:
         # By now CRIU has reached the first one, or is about to.
         self._copy_mappings(list(rest)[1:], images, mappings)
         facts = standing.submit(self._observe, ahead)
-        shared = self._scan(rest, images, read, "criu", self._shared)
+        self._scan(rest, images, read, "criu", self._shared)
+        for copied in self._copying:
+            copied.result()
         known, rseq = facts.result()
         rseq.look()
         sharing = {one.image: one.shared for one in read.own.values()}
-        return Early(held, read.present, read.processes, known, rseq, shared, sharing)
+        return Early(held, read.present, read.processes, known, rseq, read.shared, sharing)
 
     def _copy_mappings(
         self, pids: Iterable[int], images: Mapping[int, int], pool: ThreadPoolExecutor
@@ -278,7 +284,8 @@ class EarlyScan:
             return
         processes = iter([(pid, images[pid]) for pid in pids if pid in images])
         for _ in range(_COPIERS):
-            pool.submit(copy_mappings, self._hidden, processes, self._is_over)
+            future = pool.submit(copy_mappings, self._hidden, processes, self._is_over)
+            self._copying.append(future)
 
     def _is_over(self) -> bool:
         return self._over.is_set() or self._context.stop.is_set()
@@ -296,7 +303,9 @@ class EarlyScan:
             if self._over.is_set():
                 return None
         tree = HeldTree(self._root, self._apart)
-        while not self._over.is_set() and not self._all_stopped() and tree.members():
+        if not tree.members():
+            return None
+        while not self._over.is_set() and not self._all_stopped():
             if held := tree.threads():
                 return held
             time.sleep(_POLL_SECONDS)
@@ -327,22 +336,18 @@ class EarlyScan:
         read: _Read,
         during: str,
         memories: Sequence[SharedMemory] = (),
-    ) -> dict[str, tuple[npt.NDArray[np.void], Scanned]]:
-        """Read the memory of processes and add it to ``read``, then read shared memory.
+    ) -> None:
+        """Read the memory of processes, then shared memory, and add it to ``read``.
 
         Args:
             held: Host pid → its threads, for each process to read.
             images: Host pid → image id, for all processes of the tree.
             during: What works meanwhile: "driver" or "criu".
             memories: The shared memory, and files, to read; skipped if a process has a ring.
-
-        Returns:
-            As `Early.shared`.
         """
         copied = with_forked(self._copied, images, self._parent)
         alive = [image for pid, image in images.items() if not procfs.is_zombie(pid)]
         order = {image: number for number, image in enumerate(sorted(alive))}
-        shared: dict[str, tuple[npt.NDArray[np.void], Scanned]] = {}
         own: dict[int, _Own] = {}
         with phase(self._emit, "dump.early", during=during) as running:
             for pid, regions, extents in self._look(held):
@@ -369,9 +374,8 @@ class EarlyScan:
                     extents = one.extents(self._context.threads)
                     stream = number % self._context.streams
                     scanned = memory.scan_early(key, extents, self._parent, stream, self._context)
-                    shared[key] = extents, scanned
+                    read.shared[key] = extents, scanned
                     running.bytes += scanned.plan.bytes
-        return shared
 
     def _look(
         self, pids: Collection[int]
@@ -486,47 +490,3 @@ def share_out(
     if small:
         with ThreadPoolExecutor(min(threads, len(small)), "early") as pool:
             yield from pool.map(lambda pid: work(pid, 1), small)
-
-
-class HeldTree:
-    """Finds out when one tracer holds every thread of a tree. Use it only after CRIU has stopped
-    them all (`ALL_STOPPED` exists, or CRIU's plugin says so). Before, CRIU may resume a thread that
-    it has stopped.
-
-    Each thread must be seen stopped once. After that, only its tracer can let it run. CRIU executes
-    its own code in one thread after another, so threads are rarely all stopped at once.
-
-    Args:
-        root: Host pid of the tree's root.
-        apart: Host pids of processes that do not count.
-    """
-
-    def __init__(self, root: int, apart: Collection[int] = ()) -> None:
-        self._root = root
-        self._apart = apart
-        self._tracers: dict[int, int] = {}
-
-    def threads(self) -> dict[int, list[int]]:
-        """Return the threads by host pid if all of them are held and the tree did not change
-        meanwhile; otherwise an empty mapping. May be called repeatedly.
-        """
-        try:
-            found = self.members()
-            threads = [thread for own in found.values() for thread in own]
-            for thread in threads:
-                if thread not in self._tracers and (tracer := procfs.tracer_in_stop(thread)):
-                    self._tracers[thread] = tracer
-            tracers = {self._tracers.get(thread, 0) for thread in threads}
-            held = len(tracers) == 1 and 0 not in tracers
-            return found if held and self.members() == found else {}
-        except NotFound:
-            return {}
-
-    def members(self) -> dict[int, list[int]]:
-        """Return the threads by host pid, held or not.
-
-        Raises:
-            NotFound: The root, or another process, has ended.
-        """
-        pids = [pid for pid in procfs.tree(self._root) if pid not in self._apart]
-        return {pid: procfs.threads(pid) for pid in pids if not procfs.is_zombie(pid)}
