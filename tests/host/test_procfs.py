@@ -250,3 +250,26 @@ def test_what_appeared():
     began = time.process_time()
     assert procfs.appeared(many[::2], many) == [(m.start, m.end) for m in many[1::2]]
     assert time.process_time() - began < 2  # each with each took 24 s
+
+
+def test_a_process_that_ends_while_it_is_looked_at_is_not_found():
+    """The kernel refuses a link of /proc with EACCES if the process goes while it is followed."""
+    code = """
+    import signal, time
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    say(1)
+    while True:
+        if os.fork() == 0:
+            os._exit(0)
+        time.sleep(0.001)
+    """
+    with target(code) as it:
+        it.hear()
+        ended, until = 0, time.monotonic() + 1.5
+        while time.monotonic() < until:
+            for child in procfs.children(it.pid):
+                with suppress(NotFound):
+                    while True:
+                        procfs.namespaces(child)
+                ended += 1
+        assert ended > 20

@@ -106,44 +106,45 @@ def find_files(
     found: dict[tuple[int, int], FoundFile] = {}
     direct: set[tuple[int, int]] = set()
     for pid, own in opened.items():
-        for descriptor in own.descriptors:
-            if not stat.S_ISREG(descriptor.mode) or not descriptor.target.startswith("/"):
-                continue
-            writable = (descriptor.flags & os.O_ACCMODE) != os.O_RDONLY
-            if descriptor.flags & os.O_DIRECT:
-                direct.add((descriptor.device, descriptor.inode))
-            _add(
-                found,
-                f"/proc/{pid}/fd/{descriptor.number}",
-                descriptor.target,
-                writable,
-                False,
-                options,
-                looked_ns,
-            )
-        for mapping in own.mappings:
-            if not mapping.inode or not mapping.path.startswith("/"):
-                continue
-            reach = f"/proc/{pid}/map_files/{mapping.start:x}-{mapping.end:x}"
-            key = (os.makedev(*mapping.device), mapping.inode)
-            known = key in found and not mapping.path.endswith(_DELETED)
-            if known and found[key].mapped_writable:
-                continue
-            shared_writable = bool(mapping.flags & procfs.MAP_SHARED) and (
-                bool(mapping.protection & procfs.PROT_WRITE)
-                or (not _is_special(mapping.path, reach) and _may_become_writable(reach))
-            )
-            if known and not shared_writable:
-                continue
-            _add(
-                found,
-                reach,
-                mapping.path,
-                shared_writable,
-                shared_writable,
-                options,
-                looked_ns,
-            )
+        with suppress(NotFound), procfs.looking_at(pid):  # it may end, but only before the window
+            for descriptor in own.descriptors:
+                if not stat.S_ISREG(descriptor.mode) or not descriptor.target.startswith("/"):
+                    continue
+                writable = (descriptor.flags & os.O_ACCMODE) != os.O_RDONLY
+                if descriptor.flags & os.O_DIRECT:
+                    direct.add((descriptor.device, descriptor.inode))
+                _add(
+                    found,
+                    f"/proc/{pid}/fd/{descriptor.number}",
+                    descriptor.target,
+                    writable,
+                    False,
+                    options,
+                    looked_ns,
+                )
+            for mapping in own.mappings:
+                if not mapping.inode or not mapping.path.startswith("/"):
+                    continue
+                reach = f"/proc/{pid}/map_files/{mapping.start:x}-{mapping.end:x}"
+                key = (os.makedev(*mapping.device), mapping.inode)
+                known = key in found and not mapping.path.endswith(_DELETED)
+                if known and found[key].mapped_writable:
+                    continue
+                shared_writable = bool(mapping.flags & procfs.MAP_SHARED) and (
+                    bool(mapping.protection & procfs.PROT_WRITE)
+                    or (not _is_special(mapping.path, reach) and _may_become_writable(reach))
+                )
+                if known and not shared_writable:
+                    continue
+                _add(
+                    found,
+                    reach,
+                    mapping.path,
+                    shared_writable,
+                    shared_writable,
+                    options,
+                    looked_ns,
+                )
     files = [replace(file, direct=file.identity in direct) for file in found.values()]
     return sorted(files, key=lambda f: f.about.path)
 

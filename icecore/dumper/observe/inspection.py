@@ -117,8 +117,9 @@ def inspect_tree(
     processes, maps, looked_ns = [], procfs.MapsReader(), time.time_ns()
     for member in procfs.tree(pid):
         try:
-            processes.append(_process(member, maps))
-        except (NotFound, FileNotFoundError, ProcessLookupError):
+            with procfs.looking_at(member):
+                processes.append(_process(member, maps))
+        except NotFound:
             if member == pid:
                 raise NotFound(f"there is no process {pid}") from None
             continue  # it has ended

@@ -56,7 +56,7 @@ def require_no_others(root: int, inspection: GpuInspection, cuda: Collection[int
     for pid in procfs.tree(root):
         if pid in cuda:
             continue
-        with suppress(NotFound, FileNotFoundError, ProcessLookupError):  # it has ended
+        with suppress(NotFound), procfs.looking_at(pid):  # it may have ended
             # If the driver names its threads differently, they tell nothing about a process whose
             # state the driver was not asked for.
             if has_drivers_threads(pid) or (

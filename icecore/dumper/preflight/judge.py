@@ -126,13 +126,12 @@ def _check_member(pid: int) -> list[Refusal]:
     """Refuse a process that icecore may not inspect or that must not stand still."""
     with suppress(NotFound):  # it has ended
         try:
-            os.readlink(f"/proc/{pid}/ns/user")
+            with procfs.looking_at(pid):
+                os.readlink(f"/proc/{pid}/ns/user")
         except PermissionError:
             cure = "run icecore with at least the capabilities of that process: as root on the machine, or in a container with --privileged"
             message = f"icecore may not inspect process {pid}, which has capabilities that icecore lacks, or is in an outer user namespace"
             return [Refusal("access", message, cure)]
-        except FileNotFoundError:
-            return []
         if is_part_of_icecore(procfs.command_line(pid)):
             message = f"process {pid} belongs to icecore itself: another dump or restore, or a job's device memory, depends on it"
             return [

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from icecore.dumper.observe.gpus import NVML_LIBRARY, GpuInspection
 from icecore.dumper.preflight.checks import Refusal
-from icecore.errors import DumpFailed
+from icecore.errors import DumpFailed, NotFound
 from icecore.host.cuda.api import State
 from icecore.host.gpu.backend import Backend
 from icecore.host.kernel import procfs
@@ -94,7 +94,7 @@ def _open_devices(pid: int, kinds: Collection[str]) -> Iterator[str]:
     """
     folder = Path(f"/proc/{pid}/fd")
     for name in os.listdir(folder):
-        with suppress(FileNotFoundError, ProcessLookupError):
+        with suppress(NotFound), procfs.looking_at(pid):
             about = os.stat(folder / name)
             kind = (
                 "c" if stat.S_ISCHR(about.st_mode) else "b" if stat.S_ISBLK(about.st_mode) else ""

@@ -136,15 +136,23 @@ class Descriptor:
 
 
 @contextmanager
-def _process(pid: int | str) -> Iterator[None]:
-    """Turn what the kernel says of a process that ended meanwhile into `NotFound`."""
+def looking_at(pid: int | str) -> Iterator[None]:
+    """Turn what the kernel says of a process that ended meanwhile into `NotFound`.
+
+    A link of /proc (ns/user, exe, fd/3) that was found and whose process is then gone is refused
+    with EACCES (fs/proc/base.c, proc_pid_get_link), as if this process might not follow it.
+    """
     try:
         yield
     except (FileNotFoundError, ProcessLookupError) as error:
         raise NotFound(f"there is no process {pid}") from error
+    except PermissionError as error:
+        if exists(pid):
+            raise
+        raise NotFound(f"there is no process {pid}") from error
 
 
-def exists(pid: int) -> bool:
+def exists(pid: int | str) -> bool:
     """Return whether the process exists; a zombie counts."""
     return os.path.exists(f"/proc/{pid}/stat")
 
@@ -153,7 +161,7 @@ def _stat_fields(pid: int, thread: str = "") -> tuple[str, list[str]]:
     """The name, and the fields of stat from the third (state) on; the name may itself hold blanks
     and parentheses.
     """
-    with _process(pid), open(f"/proc/{pid}/{thread}stat", "rb") as file:
+    with looking_at(pid), open(f"/proc/{pid}/{thread}stat", "rb") as file:
         text = file.read().decode(errors="surrogateescape")
     opening, closing = text.index("("), text.rindex(")")
     return text[opening + 1 : closing], text[closing + 2 :].split()
@@ -223,7 +231,7 @@ def thread_namespaces(pid: int, thread: int) -> dict[str, int]:
     by kind. A mount namespace is not among them: the thread then also has a working directory of
     its own.
     """
-    with _process(pid):
+    with looking_at(f"{pid}/task/{thread}"):
         return {
             kind: os.stat(f"/proc/{pid}/task/{thread}/ns/{kind}").st_ino
             for kind in ("cgroup", "ipc", "net", "uts")
@@ -237,7 +245,7 @@ def status_fields(pid: int | str, thread: int | str = "") -> dict[str, list[str]
     ends too, a name may hold any.
     """
     path = f"/proc/{pid}/task/{thread}/status" if thread else f"/proc/{pid}/status"
-    with _process(pid), open(path, "rb") as file:
+    with looking_at(pid), open(path, "rb") as file:
         text = file.read().decode("ascii", "replace")
     pairs = (line.partition(":") for line in text.split("\n"))
     return {key: value.split() for key, colon, value in pairs if colon and key != "Name"}
@@ -288,7 +296,7 @@ def tracer_in_stop(thread: int) -> int:
     Raises:
         NotFound: There is no such thread.
     """
-    with _process(thread), open(f"/proc/{thread}/status", "rb") as file:
+    with looking_at(thread), open(f"/proc/{thread}/status", "rb") as file:
         text = file.read()
     state = text.find(b"\nState:\t") + 8  # a newline in the name is escaped
     if text[state : state + 1] not in (b"t", b"T"):
@@ -299,7 +307,7 @@ def tracer_in_stop(thread: int) -> int:
 
 def threads(pid: int) -> list[int]:
     """Return the thread ids of a process, ascending."""
-    with _process(pid):
+    with looking_at(pid):
         return sorted(int(name) for name in os.listdir(f"/proc/{pid}/task"))
 
 
@@ -394,7 +402,7 @@ def read_maps(pid: int, *, vm_flags: bool = False) -> list[Mapping]:
         vm_flags: Whether to read the VmFlags too, from smaps, which costs a walk through all page
             tables.
     """
-    with _process(pid), open(f"/proc/{pid}/{'smaps' if vm_flags else 'maps'}", "rb") as file:
+    with looking_at(pid), open(f"/proc/{pid}/{'smaps' if vm_flags else 'maps'}", "rb") as file:
         data = file.read()
     if not vm_flags:
         found = parse_maps(data)
@@ -426,7 +434,7 @@ class MapsReader:
         Raises:
             NotFound: There is no such process.
         """
-        with _process(pid), open(f"/proc/{pid}/maps", "rb") as file:
+        with looking_at(pid), open(f"/proc/{pid}/maps", "rb") as file:
             lines = file.read().split(b"\n")
         found = []
         for line in lines:
@@ -482,7 +490,7 @@ def appeared(
 
 def descriptor_numbers(pid: int) -> list[int]:
     """Return the numbers of a process's open files, ascending."""
-    with _process(pid):
+    with looking_at(pid):
         return sorted(int(name) for name in os.listdir(f"/proc/{pid}/fd"))
 
 
@@ -492,13 +500,14 @@ def descriptors(pid: int) -> list[Descriptor]:
     for number in descriptor_numbers(pid):
         link = f"/proc/{pid}/fd/{number}"
         try:
-            target = os.readlink(link)
-            about = os.stat(link)
-            with open(f"/proc/{pid}/fdinfo/{number}", "rb") as file:
-                info = dict(
-                    line.split(b":", 1) for line in file.read().splitlines() if b":" in line
-                )
-        except (FileNotFoundError, ProcessLookupError):
+            with looking_at(pid):
+                target = os.readlink(link)
+                about = os.stat(link)
+                with open(f"/proc/{pid}/fdinfo/{number}", "rb") as file:
+                    info = dict(
+                        line.split(b":", 1) for line in file.read().splitlines() if b":" in line
+                    )
+        except NotFound:
             continue
         found.append(
             Descriptor(
@@ -523,7 +532,7 @@ def namespaces(pid: int) -> dict[str, int]:
     """Return the inode numbers of a process's namespaces by kind ("net", "pid", "mnt", …): equal
     numbers are one namespace.
     """
-    with _process(pid):
+    with looking_at(pid):
         found = {}
         for kind in os.listdir(f"/proc/{pid}/ns"):
             try:
@@ -536,7 +545,7 @@ def namespaces(pid: int) -> dict[str, int]:
 
 def command_line(pid: int) -> list[str]:
     """Return the arguments of a process as it shows them; empty for kernel threads and zombies."""
-    with _process(pid), open(f"/proc/{pid}/cmdline", "rb") as file:
+    with looking_at(pid), open(f"/proc/{pid}/cmdline", "rb") as file:
         data = file.read()
     return [os.fsdecode(word) for word in data.rstrip(b"\0").split(b"\0")] if data else []
 
