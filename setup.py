@@ -157,7 +157,11 @@ setup(
         ),
         Program(
             "icecore.host.kernel/libicecore-scan.so",
-            ["icecore/host/kernel/scan_cells.c", "icecore/host/kernel/proc_files.c"],
+            [
+                "icecore/host/kernel/scan_cells.c",
+                "icecore/host/kernel/in_place.c",
+                "icecore/host/kernel/proc_files.c",
+            ],
             LIBRARY_FLAGS,
             "memory is scanned through the interpreter, which is slower on many cores, and windows of trees with many processes are longer",
             [],

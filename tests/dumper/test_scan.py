@@ -256,7 +256,12 @@ def test_a_page_that_is_gone_ends_the_scan() -> None:
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """The answer is not cached: it follows what exists before and after."""
-    cached = (native_scan_lacks, scanning._library, scanning._hash_address)
+    cached = (
+        native_scan_lacks,
+        scanning._library,
+        scanning._hash_address,
+        scanning._streaming,
+    )
     for one in cached:
         one.cache_clear()
     yield

@@ -86,7 +86,7 @@ class _Files:
     differ.
     """
 
-    process = file = None
+    process = file = mapped = None
 
     def __init__(self, opened: Sequence[tuple[int, int, int]]) -> None:
         self._opened = opened  # (location, descriptor, size), ascending

@@ -14,7 +14,7 @@ from icecore.dumper.memory.precopy import PreCopied
 from icecore.dumper.memory.shared import LEAST_BYTES, Extents, SharedMemory, SharedObject
 from icecore.dumper.observe.files import FoundFile, unchanged_since
 from icecore.host.kernel.filesystem import may_be_in_memory
-from icecore.host.kernel.libc import file_system
+from icecore.host.kernel.libc import TMPFS, file_system
 from icecore.host.kernel.timestamps import shows_later_writes
 from icecore.store.format.manifest import SpaceKind
 
@@ -135,7 +135,8 @@ def open_files(files: Iterable[FoundFile], parent: Parent | None, stack: ExitSta
         if about.policy != "content" or about.path in opened or is_stored(file, parent):
             continue
         try:
-            volatile = may_be_in_memory(file.reach) or file_system(file.reach) in _ELSEWHERE
+            system = file_system(file.reach)
+            volatile = may_be_in_memory(file.reach) or system in _ELSEWHERE
             descriptor = os.open(file.reach, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
             continue  # closed or unmapped since, or this process may not open it
@@ -144,7 +145,14 @@ def open_files(files: Iterable[FoundFile], parent: Parent | None, stack: ExitSta
         if (now.st_dev, now.st_ino) != (about.device, about.inode):
             continue
         opened[about.path] = SharedObject(
-            descriptor, about.path, now.st_dev, now.st_ino, False, now.st_size, now.st_blocks * 512
+            descriptor,
+            about.path,
+            now.st_dev,
+            now.st_ino,
+            False,
+            now.st_size,
+            now.st_blocks * 512,
+            system == TMPFS,
         )
         # A write that is under way now shows in the times, and `SharedObject.extents` waits for it:
         # SEEK_DATA takes the inode's lock. A direct write need not hold it.

@@ -35,6 +35,7 @@ class CompactPages:
 
     process = None
     file = None
+    mapped = None
 
     def __init__(
         self, path: Path, extents: npt.NDArray[np.void], part: tuple[int, int] | None = None

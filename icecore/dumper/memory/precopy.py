@@ -348,6 +348,8 @@ class RunningReader:
     counts as zeros; the window corrects it.
     """
 
+    mapped = None
+
     def __init__(self, reader: RemoteReader) -> None:
         self._reader = reader
         self.process = reader.process

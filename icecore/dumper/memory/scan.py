@@ -18,6 +18,7 @@ from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.staging import SMALL_BYTES, Packer, Slot, Staging
 from icecore.errors import DumpFailed
 from icecore.events import Advance, unwatched
+from icecore.host.kernel.mapped import MappedFile
 from icecore.host.kernel.scanning import CHANGED, NOT_READ, Columns, NativeScan, native_scan_lacks
 from icecore.sizes import CELL_BYTES
 from icecore.store.format.fingerprints import FINGERPRINT
@@ -34,6 +35,7 @@ class Source(Protocol):
         process: Pid of the process whose memory it is; None: not a process.
         file: Descriptor of a file whose offsets are the addresses; None: it cannot be read so. If
             both are there, the file is read, but for what `scan` is told to read from the process.
+        mapped: The file as it is mapped here; None: it is not.
     """
 
     @property
@@ -41,6 +43,9 @@ class Source(Protocol):
 
     @property
     def file(self) -> int | None: ...
+
+    @property
+    def mapped(self) -> MappedFile | None: ...
 
     def read_into(self, iovecs: int, count: int, buffer: Slot, size: int) -> None:
         """Read ``count`` iovecs (at address ``iovecs``; ``size`` bytes in all) into the start of the
@@ -193,7 +198,9 @@ def scan(
             row,
         )
         process = source.process if source.file is None or by_file is not None else None
-        native = NativeScan(process, columns, seed, file=source.file, by_file=by_file)
+        native = NativeScan(
+            process, columns, seed, file=source.file, by_file=by_file, mapped=source.mapped
+        )
     shared = _Shared(
         plan,
         known,

@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -26,19 +27,24 @@ from icecore.dumper.memory.staging import Slot
 from icecore.dumper.observe.inspection import SHARED_MEMORY, ProcessInspection
 from icecore.events import Advance, unwatched
 from icecore.host.criu.hidden import SHARED
+from icecore.host.kernel.mapped import MappedFile
 from icecore.host.kernel.memory import shared_memory_device
+from icecore.host.kernel.pagemap import Pagemap, scan_supported
 from icecore.host.kernel.scanning import data_ranges
 from icecore.sizes import PAGE
 from icecore.store.format.manifest import Region, SpaceKind
 
 Extents = npt.NDArray[np.void]
+#: u8[n, 2]: begin and end of each, in bytes.
+Ranges = npt.NDArray[np.uint64]
 
 #: Smaller objects are left to CRIU, and so are all but the largest: each takes a descriptor.
 LEAST_BYTES = 1 << 20
 _MOST = 256
 _SYSTEM_V = "/SYSV"
-#: Bytes in which one thread looks for data.
-_PIECE = 256 << 20
+#: Bytes in which one thread looks for data at a time, at least, and into how many pieces an object
+#: is cut, at most.
+_PIECE, _MOST_PIECES = 256 << 20, 128
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,8 @@ class SharedObject:
         used: Bytes of memory that it had then.
         system_v: Whether it is a System V segment. Then ``inode`` is its identifier, which an
             object of another kind may have, too.
+        in_memory: Whether it lies on a tmpfs, and not on a disk or another machine.
+        mapped: See `icecore.dumper.memory.scan.Source`.
     """
 
     descriptor: int
@@ -60,6 +68,8 @@ class SharedObject:
     system_v: bool
     size: int
     used: int
+    in_memory: bool = True
+    mapped: MappedFile | None = None
 
     process = None
 
@@ -80,16 +90,30 @@ class SharedObject:
         """
         if size is None:
             size = os.fstat(self.descriptor).st_size
-        pieces = [(at, min(at + _PIECE, size)) for at in range(0, size, _PIECE)]
+        there = self._mapped_pages(size)
+        pieces = _pieces(_gaps(there, size), max(_PIECE, size // _MOST_PIECES))
         if len(pieces) < 2 or threads < 2:
-            found = [data_ranges(self.descriptor, *piece) for piece in pieces]
+            found = [data_ranges(self.descriptor, piece) for piece in pieces]
         else:
             with ThreadPoolExecutor(min(threads, len(pieces))) as pool:
-                found = list(pool.map(lambda piece: data_ranges(self.descriptor, *piece), pieces))
+                found = list(pool.map(lambda piece: data_ranges(self.descriptor, piece), pieces))
         ranges = [part for part in found if part is not None]
         if len(ranges) < len(found):
             return FileSource(self.descriptor, size, f"shared memory {self.inode}").extents()
-        return _merged(np.concatenate(ranges)) if ranges else np.empty(0, EXTENT)
+        all_ = np.concatenate([there, *ranges])
+        return _merged(all_[np.argsort(all_[:, 0])])
+
+    def _mapped_pages(self, size: int) -> npt.NDArray[np.uint64]:
+        """Return the pages up to ``size`` that this process has read through its mapping and that are
+        still there: u8[n, 2], begin and end. To ask its page table is quicker than to ask the file.
+        """
+        end = min(size, self.mapped.size) if self.mapped is not None else 0
+        if self.mapped is None or not end or not scan_supported():
+            return np.empty((0, 2), np.uint64)
+        first = self.mapped.address
+        with Pagemap(os.getpid()) as pagemap:
+            runs = pagemap.runs(first, first + end // PAGE * PAGE, wanted=0)
+        return np.column_stack([runs["start"], runs["end"]]) - np.uint64(first)
 
 
 @dataclass(frozen=True)
@@ -107,6 +131,24 @@ class SharedMemory:
     copied: dict[str, PreCopied] = field(default_factory=dict)
     pages: dict[str, Extents] = field(default_factory=dict)
     kind: SpaceKind = "shared"
+
+    def map(self, stack: ExitStack) -> Self:
+        """Map what lies in memory, so that it is hashed in place, without a copy: that is three times
+        as fast, for pages that have been read through the mapping before. (Files on a disk have
+        larger pages, which are copied as fast.)
+
+        Args:
+            stack: Unmaps it.
+        """
+        objects = {}
+        for key, one in self.objects.items():
+            if one.in_memory and one.size >= PAGE:
+                with suppress(OSError):  # not enough address space; it is read
+                    mapped = MappedFile(one.descriptor, one.size)
+                    stack.callback(mapped.close)
+                    one = replace(one, mapped=mapped)
+            objects[key] = one
+        return replace(self, objects=objects)
 
     @property
     def used(self) -> int:
@@ -252,7 +294,25 @@ def _open(path: str, device: int, inode: int, system_v: bool) -> SharedObject | 
     return SharedObject(descriptor, str(inode), device, inode, system_v, about.st_size, used)
 
 
-def _merged(ranges: npt.NDArray[np.uint64]) -> Extents:
+def _gaps(ranges: Ranges, size: int) -> Ranges:
+    """Return what lies between ranges (begin, end; ascending, disjoint) from 0 to ``size``."""
+    low = np.concatenate((np.zeros(1, np.uint64), ranges[:, 1]))
+    high = np.concatenate((ranges[:, 0], np.array([size], np.uint64)))
+    return np.column_stack([low, high])[high > low]
+
+
+def _pieces(ranges: Ranges, size: int) -> list[Ranges]:
+    """Cut ranges, and return them in groups of about ``size`` bytes."""
+    counts = -(-(ranges[:, 1] - ranges[:, 0]).astype(np.int64) // size)
+    number = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    cut = np.repeat(ranges, counts, axis=0)
+    cut[:, 0] += (number * size).astype(np.uint64)
+    cut[:, 1] = np.minimum(cut[:, 1], cut[:, 0] + np.uint64(size))
+    group = np.cumsum((cut[:, 1] - cut[:, 0]).astype(np.int64) - 1) // size
+    return np.split(cut, np.flatnonzero(np.diff(group)) + 1) if len(cut) else []
+
+
+def _merged(ranges: Ranges) -> Extents:
     """Return ranges (begin, end; ascending) as EXTENT records, with neighbours joined. Two ranges
     of a file that changed while they were looked up may have a page in common.
     """

@@ -44,6 +44,7 @@ class FileSource:
     """
 
     process = None
+    mapped = None
 
     def __init__(self, descriptor: int, size: int, name: str, first: int = 0) -> None:
         self._descriptor = descriptor
@@ -99,6 +100,7 @@ class PagesImage:
 
     process = None
     file = None
+    mapped = None
 
     def __init__(self, path: str, extents: npt.NDArray[np.void]) -> None:
         self.path = path

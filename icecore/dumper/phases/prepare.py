@@ -136,6 +136,7 @@ def prepare(request: Request, accepted: Accepted, stack: ExitStack) -> Ready:
     hiding = options.memory != "streamed" and hides(request.criu)
     shared = open_shared(found.processes, stack) if hiding else SharedMemory()
     files = open_files(found.files, storing.parent, stack)
+    shared, files = shared.map(stack), files.map(stack)
     activity = look_ahead(options, found, (shared, files), storing.budget)
     data = _data(request, storing, stack)
     copied = pre_copy(request, found, storing, (shared, files), activity)

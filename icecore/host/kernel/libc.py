@@ -26,15 +26,26 @@ _libc.ioctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p]
 _libc.ioctl.restype = ctypes.c_int
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.madvise.restype = ctypes.c_int
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
+_libc.mmap.restype = ctypes.c_ssize_t
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.munmap.restype = ctypes.c_int
 _libc.syscall.restype = ctypes.c_long
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 _libc.fallocate.restype = ctypes.c_int
 _libc.statfs.argtypes = [ctypes.c_char_p, ctypes.c_void_p]
 _libc.statfs.restype = ctypes.c_int
 
-#: statfs(2): hugetlbfs; and file systems without a disk: tmpfs, ramfs, hugetlbfs.
-HUGETLBFS = 0x958458F6
-_IN_MEMORY = (0x01021994, 0x858458F6, HUGETLBFS)
+#: statfs(2): file systems without a disk: tmpfs, hugetlbfs, ramfs.
+TMPFS, HUGETLBFS = 0x01021994, 0x958458F6
+_IN_MEMORY = (TMPFS, 0x858458F6, HUGETLBFS)
 
 _M_ARENA_MAX, _M_MMAP_THRESHOLD = -8, -3  # malloc.h
 _TUNABLES = "GLIBC_TUNABLES"  # read by the loader
@@ -155,6 +166,28 @@ def file_system(path: str) -> int:
     if _libc.statfs(os.fsencode(path), ctypes.addressof(about)):
         raise last_error(f"statfs({path})")
     return about[0]
+
+
+def mmap(length: int, protection: int, flags: int, descriptor: int) -> int:
+    """Map the first ``length`` bytes of a file and return where they are (mmap(2)).
+
+    Raises:
+        OSError: It cannot be mapped.
+    """
+    address = int(_libc.mmap(None, length, protection, flags, descriptor, 0))
+    if address == -1:
+        raise last_error(f"mmap of {length} bytes")
+    return address
+
+
+def munmap(address: int, length: int) -> None:
+    """Unmap ``length`` bytes at ``address`` (munmap(2)).
+
+    Raises:
+        OSError: They are not the whole pages of a mapping.
+    """
+    if _libc.munmap(address, length):
+        raise last_error(f"munmap at {address:#x}")
 
 
 def madvise(address: int, length: int, advice: int) -> None:

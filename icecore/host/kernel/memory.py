@@ -123,13 +123,15 @@ class RemoteReader:
             a copy of a shared page before it pins it: the tree's memory would grow.
 
     Attributes:
-        process, file: As in `icecore.dumper.memory.scan.Source`: both if it shares pages. Then
-            pages that are its alone may be read by process_vm_readv.
+        process, file, mapped: As in `icecore.dumper.memory.scan.Source`: the first two if it shares
+            pages. Then pages that are its alone may be read by process_vm_readv.
 
     Raises:
         NotFound: There is no such process.
         DumpFailed: Its memory may not be read.
     """
+
+    mapped = None
 
     def __init__(self, pid: int, *, shared: bool = False) -> None:
         self.pid = pid

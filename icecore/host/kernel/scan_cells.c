@@ -1,11 +1,14 @@
 /* Reads cells of another process's memory, or of a file, and fingerprints them, one after the other.
- * The slot always contains the cell that was hashed last.
+ * The slot contains the cell that it ends with. Cells of a file that is mapped are copied there only
+ * if they are not known.
  *
  * icecore/dumper/memory/scan.py could do the same, but in Python each cell costs two calls, after
  * each of which the thread waits for the interpreter's lock. The hash is XXH3
  * (XXH3_128bits_withSeed of xxhash.h), whose address the caller passes.
  */
 #define _GNU_SOURCE
+#include "in_place.h"
+
 #include <errno.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -18,11 +21,6 @@
 #define PAGE ((uint64_t)4096)
 #define BITMAP ((size_t)32)
 #define FINGERPRINT ((size_t)16)
-
-/* XXH128_hash_t */
-struct hash {
-	uint64_t low, high;
-};
 
 /* A whole plan (icecore/dumper/memory/cells.py, CellPlan) and what is known of it; the results are
  * written here. */
@@ -40,6 +38,9 @@ struct cells {
 	int64_t pid; /* of the process; -1: a file is read */
 	int64_t file; /* the file's descriptor; addresses are offsets in it */
 	const uint8_t *by_file; /* n; not 0: the file is read; NULL: it is if there is no process */
+	const uint8_t *map; /* where the file is mapped; NULL: it is not, or cannot be hashed there */
+	uint64_t mapped; /* bytes */
+	struct streaming streaming;
 };
 
 /* Whether the caller means the same by it. */
@@ -55,6 +56,19 @@ static void put(uint8_t *target, struct hash hash)
 	memcpy(target, words, FINGERPRINT);
 }
 
+static bool is_of_file(const struct cells *cells, int64_t i)
+{
+	return cells->pid < 0 || (cells->by_file && cells->by_file[i]);
+}
+
+static bool is_mapped(const struct cells *cells, int64_t i)
+{
+	uint32_t first = cells->first_run[i];
+
+	return cells->map && is_of_file(cells, i) &&
+	    is_within(cells->mapped, cells->runs + first, cells->first_run[i + 1] - first);
+}
+
 /* The whole cell in as few calls as possible. */
 static bool read_cell(const struct cells *cells, int64_t i, uint8_t *slot)
 {
@@ -62,9 +76,11 @@ static bool read_cell(const struct cells *cells, int64_t i, uint8_t *slot)
 	size_t count = cells->first_run[i + 1] - cells->first_run[i];
 	struct iovec here = {slot, cells->length[i]};
 
-	if (cells->pid >= 0 && !(cells->by_file && cells->by_file[i]))
+	if (!is_of_file(cells, i))
 		return process_vm_readv((pid_t)cells->pid, &here, 1, runs, count, 0) ==
 		    (ssize_t)cells->length[i];
+	if (is_mapped(cells, i))
+		return copy_in_place(slot, cells->map, runs, count);
 	for (size_t run = 0; run < count; slot += runs[run++].iov_len)
 		if (pread64((int)cells->file, slot, runs[run].iov_len,
 			(off64_t)(uintptr_t)runs[run].iov_base) != (ssize_t)runs[run].iov_len)
@@ -72,40 +88,66 @@ static bool read_cell(const struct cells *cells, int64_t i, uint8_t *slot)
 	return true;
 }
 
-/* Where the data of a file begins and ends, from `at` on: up to `room` pairs are written to `found`.
- * Returns how many, or -1 if the file cannot tell. The file may change meanwhile. */
-__attribute__((visibility("default"))) int64_t find_data(
-    int64_t file, uint64_t at, uint64_t end, uint64_t *found, int64_t room)
+/* Whether a cell that is mapped is the one that is known; its fingerprint is written if it is. If it
+ * cannot be told, it is not. */
+static bool is_known_in_place(const struct cells *cells, int64_t i, void *state)
 {
-	int64_t count = 0;
+	uint32_t first = cells->first_run[i];
+	const uint8_t *known = cells->known + FINGERPRINT * (size_t)cells->candidate[i];
+	uint8_t *fingerprint = cells->fingerprint + FINGERPRINT * (size_t)i;
+	struct hash hash;
 
-	while (count < room && at < end) {
-		off64_t low = lseek64((int)file, (off64_t)at, SEEK_DATA);
-		if (low < 0)
-			return errno == ENXIO ? count : -1;
-		if ((uint64_t)low >= end)
-			break;
-		off64_t high = lseek64((int)file, low, SEEK_HOLE);
-		if (high < 0)
-			return errno == ENXIO ? count : -1; /* it ends before that now */
-		if (high <= low) { /* a hole now */
-			at = (uint64_t)low + PAGE;
-			continue;
-		}
-		found[2 * count] = (uint64_t)low;
-		found[2 * count++ + 1] = at = (uint64_t)high < end ? (uint64_t)high : end;
-	}
-	return count;
+	cells->streaming.reset(state, cells->seed);
+	cells->streaming.update(state, cells->bitmap + BITMAP * (size_t)i, BITMAP);
+	if (!hash_in_place(&cells->streaming, state, cells->map, cells->runs + first,
+		cells->first_run[i + 1] - first, &hash))
+		return false;
+	put(fingerprint, hash);
+	return !memcmp(fingerprint, known, FINGERPRINT);
 }
 
-/* Cells from `start` to `stop`, up to one that is not known or cannot be read in one call: its
- * number, and why; else `stop`. `slot` has room for a cell, and before it for its bitmap. */
-__attribute__((visibility("default"))) int64_t scan_cells(
-    const struct cells *cells, int64_t start, int64_t stop, uint8_t *slot, int64_t *why)
+/* Where the data of a file in `ranges` (pairs of `count`) begins and ends. Writes pairs to `found`, and
+ * returns their number, or -1 if the file cannot tell. `*done` is set to the number of ranges that are
+ * finished. If `found` is full, the start of the next range is moved to where the search has to go on.
+ * The file may change meanwhile. */
+__attribute__((visibility("default"))) int64_t find_data(
+    int64_t file, uint64_t *ranges, int64_t count, uint64_t *found, int64_t room, int64_t *done)
+{
+	int64_t out = 0;
+
+	for (*done = 0; *done < count; ++*done) {
+		uint64_t *at = &ranges[2 * *done], end = at[1];
+		while (*at < end) {
+			if (out == room)
+				return out;
+			off64_t low = lseek64((int)file, (off64_t)*at, SEEK_DATA);
+			if (low < 0 && errno != ENXIO)
+				return -1;
+			if (low < 0 || (uint64_t)low >= end)
+				break;
+			off64_t high = lseek64((int)file, low, SEEK_HOLE);
+			if (high < 0 && errno != ENXIO)
+				return -1;
+			if (high < 0)
+				break; /* it ends before that now */
+			if (high <= low) { /* a hole now */
+				*at = (uint64_t)low + PAGE;
+				continue;
+			}
+			found[2 * out] = (uint64_t)low;
+			found[2 * out++ + 1] = *at = (uint64_t)high < end ? (uint64_t)high : end;
+		}
+	}
+	return out;
+}
+
+static int64_t scan(const struct cells *cells, int64_t start, int64_t stop, uint8_t *slot,
+    int64_t *why, void *state)
 {
 	for (int64_t i = start; i < stop; i++) {
 		size_t length = cells->length[i];
 		uint8_t *fingerprint = cells->fingerprint + FINGERPRINT * (size_t)i;
+		int64_t candidate = cells->candidate[i];
 
 		if (cells->row[i] >= 0)
 			continue;
@@ -113,20 +155,37 @@ __attribute__((visibility("default"))) int64_t scan_cells(
 			*why = NOT_READ;
 			return i;
 		}
+		if (state && candidate >= 0 && is_mapped(cells, i) &&
+		    is_known_in_place(cells, i, state)) {
+			cells->row[i] = candidate;
+			continue;
+		}
 		memcpy(slot - BITMAP, cells->bitmap + BITMAP * (size_t)i, BITMAP);
 		if (!read_cell(cells, i, slot)) {
 			*why = NOT_READ;
 			return i;
 		}
 		put(fingerprint, cells->hash(slot - BITMAP, BITMAP + length, cells->seed));
-		if (cells->candidate[i] < 0 ||
-		    memcmp(fingerprint, cells->known + FINGERPRINT * (size_t)cells->candidate[i],
-			FINGERPRINT)) {
+		if (candidate < 0 ||
+		    memcmp(fingerprint, cells->known + FINGERPRINT * (size_t)candidate, FINGERPRINT)) {
 			*why = CHANGED;
 			return i;
 		}
-		cells->row[i] = cells->candidate[i];
+		cells->row[i] = candidate;
 	}
 	*why = ALL_KNOWN;
 	return stop;
+}
+
+/* Cells from `start` to `stop`, up to one that is not known or cannot be read in one call: its
+ * number, and why; else `stop`. `slot` has room for a cell, and before it for its bitmap. */
+__attribute__((visibility("default"))) int64_t scan_cells(
+    const struct cells *cells, int64_t start, int64_t stop, uint8_t *slot, int64_t *why)
+{
+	void *state = cells->map ? cells->streaming.create() : NULL;
+	int64_t at = scan(cells, start, stop, slot, why, state);
+
+	if (state)
+		cells->streaming.destroy(state);
+	return at;
 }

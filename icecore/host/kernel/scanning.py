@@ -1,5 +1,5 @@
 """Work in C, without the interpreter: read and fingerprint cells of a process or a file
-(scan_cells.c), and read files of /proc (proc_files.c).
+(scan_cells.c; in_place.c if the file is mapped), and read files of /proc (proc_files.c).
 
 The library is used only if its fingerprints are those of xxhash.
 """
@@ -11,6 +11,7 @@ import errno
 import functools
 import importlib.util
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from icecore.host.kernel.mapped import MappedFile
+
 LIBRARY = Path(__file__).with_name("libicecore-scan.so")
 
 #: Why a scan stopped (enum why).
@@ -26,14 +29,21 @@ ALL_KNOWN, CHANGED, NOT_READ = range(3)
 
 #: XXH3's 128-bit hash with a seed: one that chooses the processor's instructions first.
 _NAMES = ("XXH3_128bits_withSeed_dispatch", "XXH3_128bits_withSeed")
+#: The same hash of data that comes in pieces, in the order of `_Streaming`.
+_STREAMING = (
+    ("XXH3_createState",),
+    ("XXH3_128bits_reset_withSeed",),
+    ("XXH3_128bits_update_dispatch", "XXH3_128bits_update"),
+    ("XXH3_128bits_digest",),
+    ("XXH3_freeState",),
+)
 _PROBE = bytes(range(256)) * 5
-#: Most ranges or runs that the first call returns, and that each further call of `find_runs`
-#: returns.
+#: Most ranges or runs that the first call returns, and that each further call returns.
 _RANGES, _MORE_RANGES = 4096, 1 << 16
 
 
 #: What the library exports besides `scan_cells`.
-_CALLS = ("find_data", "find_runs", "copy_file")
+_CALLS = ("find_data", "find_runs", "copy_file", "guard_reads")
 
 
 class _Hash(ctypes.Structure):
@@ -82,6 +92,14 @@ class Columns(NamedTuple):
                 )
 
 
+class _Streaming(ctypes.Structure):
+    """Addresses of functions (in_place.h)."""
+
+    _fields_ = [
+        (name, ctypes.c_void_p) for name in ("create", "reset", "update", "digest", "destroy")
+    ]
+
+
 class _Cells(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in (*Columns._fields, "hash")),
@@ -89,6 +107,9 @@ class _Cells(ctypes.Structure):
         ("pid", ctypes.c_int64),
         ("file", ctypes.c_int64),
         ("by_file", ctypes.c_void_p),
+        ("map", ctypes.c_void_p),
+        ("mapped", ctypes.c_uint64),
+        ("streaming", _Streaming),
     ]
 
 
@@ -101,6 +122,8 @@ class NativeScan:
         file: A descriptor that is open for reading, whose offsets are the addresses.
         by_file: u1[n], not 0 for the cells that are read from the file; None: those of a process are
             read from the process.
+        mapped: The file as it is mapped here. Cells within it are hashed where they are, and copied
+            only if they are not known. The caller keeps it while the scan goes on.
     """
 
     def __init__(
@@ -111,6 +134,7 @@ class NativeScan:
         *,
         file: int | None = None,
         by_file: npt.NDArray[np.uint8] | None = None,
+        mapped: MappedFile | None = None,
     ) -> None:
         lacks = native_scan_lacks()
         if lacks:
@@ -122,6 +146,9 @@ class NativeScan:
             or not by_file.flags.c_contiguous
         ):
             raise ValueError("by_file is not what the scan takes")
+        streaming = _streaming() if mapped is not None else None
+        if streaming is not None and _library().guard_reads():
+            streaming = None
         self._columns = columns
         self._cells = _Cells(
             *(getattr(columns, name).ctypes.data for name in Columns._fields),
@@ -130,6 +157,9 @@ class NativeScan:
             -1 if pid is None else pid,
             -1 if file is None else file,
             None if by_file is None else by_file.ctypes.data,
+            None if mapped is None or streaming is None else mapped.address,
+            0 if mapped is None else mapped.size,
+            streaming or _Streaming(),
         )
         self._by_file = by_file
         self._address = ctypes.addressof(self._cells)
@@ -150,15 +180,16 @@ class NativeScan:
         return self._call(self._address, start, stop, slot, ctypes.addressof(why)), why.value
 
 
-def data_ranges(file: int, start: int, end: int) -> npt.NDArray[np.uint64] | None:
-    """Return where a file has data between two offsets, by SEEK_DATA and SEEK_HOLE.
+def data_ranges(file: int, ranges: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64] | None:
+    """Return where a file has data, by SEEK_DATA and SEEK_HOLE.
 
     Args:
         file: Descriptor whose position nothing else uses.
+        ranges: u8[n, 2], where to look. The call changes it.
 
     Returns:
-        u8[n, 2], begin and end of each run of data, ascending; None: the native library was not
-        built.
+        u8[m, 2], begin and end of each run of data, in the order of the ranges; None: the native
+        library was not built.
 
     Raises:
         OSError: The file cannot tell.
@@ -166,19 +197,19 @@ def data_ranges(file: int, start: int, end: int) -> npt.NDArray[np.uint64] | Non
     if native_scan_lacks():
         return None
     # Not in `_library`, which also loads those of other versions, to tell them apart.
-    word = ctypes.c_uint64
-    call = ctypes.CFUNCTYPE(
-        ctypes.c_int64, ctypes.c_int64, word, word, ctypes.c_void_p, ctypes.c_int64
-    )(("find_data", _library()))
-    found, out = [], np.empty((_RANGES, 2), np.uint64)
-    while True:
-        count = call(file, start, end, out.ctypes.data, len(out))
+    word, place = ctypes.c_int64, ctypes.c_void_p
+    call = ctypes.CFUNCTYPE(word, word, place, word, place, word, place)(("find_data", _library()))
+    found, room, done = [], _RANGES, word()
+    while len(ranges):
+        out = np.empty((room, 2), np.uint64)
+        count = call(
+            file, ranges.ctypes.data, len(ranges), out.ctypes.data, room, ctypes.addressof(done)
+        )
         if count < 0:
             raise OSError(errno.EINVAL, "cannot find the holes of a file")
-        found.append(out[:count].copy())
-        if count < len(out):
-            return np.concatenate(found)
-        start = int(out[-1, 1])
+        found.append(out[:count])
+        ranges, room = ranges[done.value :], _MORE_RANGES
+    return np.concatenate([*found, np.empty((0, 2), np.uint64)])
 
 
 def find_runs(
@@ -275,13 +306,52 @@ def _library() -> ctypes.CDLL:
 @functools.cache
 def _hash_address() -> int:
     """Return the address of the hash function; 0 if there is none."""
+    return next(filter(None, map(_hash, _hash_libraries())), 0)
+
+
+@functools.cache
+def _streaming() -> _Streaming | None:
+    """Return the streaming functions; None if there are none that compute what the package does."""
+    return next(filter(None, map(_streaming_of, _hash_libraries())), None)
+
+
+def _hash_libraries() -> Iterator[ctypes.CDLL]:
     package = importlib.util.find_spec("xxhash._xxhash")
     for name in (package.origin if package else None, "libxxhash.so.0"):
         with suppress(OSError):
-            address = _hash(ctypes.CDLL(name)) if name else 0
-            if address:
-                return address
-    return 0
+            if name:
+                yield ctypes.CDLL(name)
+
+
+def _streaming_of(library: ctypes.CDLL) -> _Streaming | None:
+    functions: list[Any] = []
+    for names in _STREAMING:
+        there = [name for name in names if hasattr(library, name)]
+        if not there:
+            return None
+        functions.append(getattr(library, there[0]))
+    create, reset, update, digest, destroy = functions
+    create.restype, create.argtypes = ctypes.c_void_p, []
+    reset.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
+    update.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t]
+    digest.restype, digest.argtypes = _Hash, [ctypes.c_void_p]
+    destroy.argtypes = [ctypes.c_void_p]
+    state = create()
+    try:
+        reset(state, 7)
+        for piece in (_PROBE[:32], _PROBE[32:]):
+            update(state, piece, len(piece))
+        same = _digest(digest(state)) == xxhash.xxh3_128_digest(_PROBE, 7)
+    finally:
+        destroy(state)
+    if not same:
+        return None
+    return _Streaming(*(ctypes.cast(one, ctypes.c_void_p).value for one in functions))
+
+
+def _digest(found: Any) -> bytes:
+    """Return a hash in xxhash's canonical form."""
+    return bytes(found.high.to_bytes(8, "big") + found.low.to_bytes(8, "big"))
 
 
 def _hash(library: ctypes.CDLL) -> int:
@@ -294,8 +364,6 @@ def _hash(library: ctypes.CDLL) -> int:
                 [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_uint64],
             )
             found: Any = function(_PROBE, len(_PROBE), 7)
-            if found.high.to_bytes(8, "big") + found.low.to_bytes(
-                8, "big"
-            ) == xxhash.xxh3_128_digest(_PROBE, 7):
+            if _digest(found) == xxhash.xxh3_128_digest(_PROBE, 7):
                 return ctypes.cast(function, ctypes.c_void_p).value or 0
     return 0

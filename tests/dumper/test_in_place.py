@@ -1,0 +1,302 @@
+"""Shared memory that is hashed where it is mapped: the same is found as through a descriptor, and
+nothing that happens to the object ends this process.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import xxhash
+
+from icecore.dumper.memory import shared
+from icecore.dumper.memory.cells import EXTENT, CellPlan, plan_cells
+from icecore.dumper.memory.known import KnownCells
+from icecore.dumper.memory.scan import ScanResult, scan
+from icecore.dumper.memory.shared import SharedMemory, SharedObject, shared_regions
+from icecore.dumper.memory.staging import Slot, Staging
+from icecore.host.kernel import libc, scanning
+from icecore.host.kernel.scanning import data_ranges, native_scan_lacks
+from icecore.sizes import CELL_BYTES, PAGE
+from icecore.store.format.cell import CELL
+from icecore.store.format.fingerprints import FINGERPRINT
+from icecore.store.format.manifest import Region
+
+pytestmark = pytest.mark.skipif(bool(native_scan_lacks()), reason="there is no native scan")
+
+_CELLS = 24
+_SIZE = _CELLS * CELL_BYTES
+
+
+class Object:
+    """A memfd with random pages and holes; ``mapped`` is as the dumper has it, ``plain`` without its
+    mapping.
+    """
+
+    def __init__(self, seed: int, stack: ExitStack, size: int = _SIZE) -> None:
+        self.random = np.random.default_rng(seed)
+        self.file = os.memfd_create("object")
+        stack.callback(os.close, self.file)
+        os.ftruncate(self.file, size)
+        for cell in range(size // CELL_BYTES):
+            kind = int(self.random.integers(0, 4))
+            pages = [
+                range(256),
+                range(0),
+                range(0, 256, 2),
+                self.random.integers(0, 256, 9).tolist(),
+            ]
+            self.write([cell * 256 + page for page in pages[kind]])
+        about = os.fstat(self.file)
+        self.plain = SharedObject(
+            self.file, "1", about.st_dev, about.st_ino, False, size, about.st_blocks * 512
+        )
+        self.mapped = SharedMemory({"1": self.plain}).map(stack).objects["1"]
+        assert self.mapped.mapped is not None
+
+    def write(self, pages: list[int]) -> None:
+        for page in pages:
+            os.pwrite(self.file, self.random.bytes(PAGE), page * PAGE)
+
+    def plan(self) -> CellPlan:
+        extents = self.plain.extents(1)
+        return plan_cells(shared_regions("1", extents), extents)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def _scan(
+    source: SharedObject, plan: CellPlan, known: KnownCells, kept: dict[int, bytes]
+) -> ScanResult:
+    with Staging(64 << 20) as staging:
+
+        def keep(row: int, slot: Slot) -> None:
+            kept[row] = bytes(slot.view(0, int(plan.length[row])))
+            staging.release(slot)
+
+        return scan(
+            plan,
+            source,
+            known,
+            seed=9,
+            staging=staging,
+            threads=4,
+            keep=keep,
+            stop=threading.Event(),
+        )
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many cells Python read, because C could not."""
+    found: list[int] = []
+    read_some = shared.read_some
+
+    def counted(descriptor: int, iovecs: int, count: int, buffer: Slot) -> None:
+        found.append(count)
+        read_some(descriptor, iovecs, count, buffer)
+
+    monkeypatch.setattr(shared, "read_some", counted)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_same_is_found(seed: int, stack: ExitStack, reads: list[int]) -> None:
+    one, known = Object(seed, stack), KnownCells.none()
+    for change in ([], [0, 5 * 256, _SIZE // PAGE - 1], [], [*range(700, 1500, 3)]):
+        one.write(change)
+        plan, here, there = one.plan(), dict[int, bytes](), dict[int, bytes]()
+        found, expected = _scan(one.mapped, plan, known, here), _scan(one.plain, plan, known, there)
+        assert (found.fingerprint == expected.fingerprint).all()
+        assert (found.row == expected.row).all() and here == there
+        assert not change or 0 < len(here) < len(plan) or not len(known.key)
+        known = KnownCells(plan.key, found.fingerprint, np.zeros(len(plan), CELL))
+    assert not reads
+
+
+def _extents(one: SharedObject) -> npt.NDArray[np.void]:
+    return one.extents(3)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_pages_that_were_read_are_found_in_the_page_table(
+    seed: int, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All pages are found, and no others: whatever was read, added, punched out or cut off."""
+    monkeypatch.setattr(shared, "_PIECE", 3 * CELL_BYTES)
+    monkeypatch.setattr(shared, "_MOST_PIECES", 1 << 20)
+    one = Object(seed, stack)
+    looked: list[int] = []
+
+    def counted(file: int, ranges: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64] | None:
+        looked.append(int((ranges[:, 1] - ranges[:, 0]).sum()))
+        return data_ranges(file, ranges)
+
+    def same() -> int:
+        """Compare, and return in how many bytes data was sought."""
+        expected = _extents(one.plain)
+        monkeypatch.setattr(shared, "data_ranges", counted)
+        looked.clear()
+        found = _extents(one.mapped)
+        monkeypatch.setattr(shared, "data_ranges", data_ranges)
+        assert found.tolist() == expected.tolist()
+        return sum(looked)
+
+    assert same() == _SIZE
+    _scan(one.mapped, one.plan(), KnownCells.none(), {})
+    used = int(one.plan().length.sum())
+    assert same() == _SIZE - used
+    one.write(one.random.integers(0, _SIZE // PAGE, 50).tolist())
+    assert same() <= _SIZE - used
+    for page in one.random.integers(0, _SIZE // PAGE, 300).tolist():
+        libc.punch(one.file, page * PAGE, PAGE)
+    same()
+    os.ftruncate(one.file, _SIZE + 5 * PAGE + 17)
+    os.pwrite(one.file, b"end", _SIZE + 5 * PAGE + 3)
+    same()
+    os.ftruncate(one.file, _SIZE // 2 + 17)
+    same()
+    os.ftruncate(one.file, 0)
+    assert not same() and not len(_extents(one.mapped))
+
+
+@pytest.mark.parametrize("left", [0, 3 * CELL_BYTES + 2 * PAGE + 11])
+def test_what_is_cut_off_meanwhile_reads_as_zeros(
+    left: int, stack: ExitStack, reads: list[int]
+) -> None:
+    one = Object(1, stack)
+    one.write([*range(3 * 256, 5 * 256)])
+    plan = one.plan()
+    known = _scan(one.mapped, plan, KnownCells.none(), {}).fingerprint
+    os.ftruncate(one.file, left)
+    kept, expected = dict[int, bytes](), dict[int, bytes]()
+    before = KnownCells(plan.key, known, np.zeros(len(plan), CELL))
+    found = _scan(one.mapped, plan, before, kept)
+    assert reads
+    assert (found.fingerprint == _scan(one.plain, plan, before, expected).fingerprint).all()
+    assert kept == expected and kept
+    assert b"".join(kept[row] for row in sorted(kept))[-PAGE:] == bytes(PAGE)
+
+
+def test_what_is_kept_is_what_was_hashed(stack: ExitStack) -> None:
+    """Another process writes to the object all the time, so what is hashed in place is not what is
+    copied afterwards.
+    """
+    one = Object(2, stack)
+    code = f"""
+import mmap
+m, n = mmap.mmap({one.file}, {_SIZE}), 0
+print(flush=True)
+while True:
+    for at in range(0, {_SIZE}, 70000):
+        m[at] = n & 255
+    n += 1
+"""
+    writer = subprocess.Popen(
+        [sys.executable, "-c", code], pass_fds=[one.file], stdout=subprocess.PIPE
+    )
+    try:
+        assert writer.stdout is not None and writer.stdout.readline()
+        plan, known, changed = one.plan(), KnownCells.none(), 0
+        for _ in range(5):
+            kept = dict[int, bytes]()
+            found = _scan(one.mapped, plan, known, kept)
+            for row, data in kept.items():
+                digest = xxhash.xxh3_128_digest(plan.bitmap[row].tobytes() + data, 9)
+                assert found.fingerprint[row].tobytes() == digest
+            changed += len(kept)
+            known = KnownCells(plan.key, found.fingerprint, np.zeros(len(plan), CELL))
+        assert changed > len(plan)
+    finally:
+        writer.kill()
+        writer.wait(30)
+
+
+def test_without_streaming_functions_it_is_copied(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, kept = Object(3, stack), dict[int, bytes]()
+    scanning._streaming.cache_clear()
+    monkeypatch.setattr(scanning, "_STREAMING", (("no_such_function",),))
+    try:
+        found = _scan(one.mapped, one.plan(), KnownCells.none(), kept)
+    finally:
+        scanning._streaming.cache_clear()
+    assert len(kept) == len(found.row)
+
+
+def _touch_what_is_gone() -> None:
+    """Read a mapping of a file that is empty now."""
+    file = os.memfd_create("gone")
+    os.ftruncate(file, PAGE)
+    there = mmap.mmap(file, PAGE)
+    os.ftruncate(file, 0)
+    assert not there[0]
+
+
+def _send() -> None:
+    os.kill(os.getpid(), signal.SIGBUS)
+
+
+_CAUSES = {"fault": _touch_what_is_gone, "sent": _send}
+
+
+def scan_and_die(before: str, cause: str) -> None:
+    """Scan what is cut off meanwhile, and then get a SIGBUS, in this process."""
+    if before == "faulthandler":
+        faulthandler.enable()
+    elif before == "handler":
+        signal.signal(signal.SIGBUS, lambda *_: os._exit(77))
+    with ExitStack() as stack:
+        one = Object(4, stack, CELL_BYTES)
+        os.ftruncate(one.file, 0)
+        plan = plan_cells(
+            [Region(0, CELL_BYTES, 0, kind="shared", name="1")], np.array([(0, 256)], EXTENT)
+        )
+        known = KnownCells(plan.key, np.zeros(1, FINGERPRINT), np.zeros(1, CELL))
+        assert _scan(one.mapped, plan, known, {}).changed.tolist() == [0]
+    print("scanned", flush=True)
+    _CAUSES[cause]()
+    time.sleep(0.1)  # a handler of Python's runs between two instructions
+
+
+@pytest.mark.parametrize(
+    ("before", "cause"),
+    [
+        *(("default", cause) for cause in _CAUSES),
+        *(("faulthandler", cause) for cause in _CAUSES),
+        (
+            "handler",
+            "sent",
+        ),  # after a fault, Python's handler returns, and the fault repeats itself
+    ],
+)
+def test_any_other_bus_error_is_treated_as_before(before: str, cause: str) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"from tests.dumper.test_in_place import scan_and_die as run; run({before!r}, {cause!r})",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "scanned\n", done.stderr
+    assert ("Bus error" in done.stderr) == (before == "faulthandler")
+    assert done.returncode == (77 if before == "handler" else -signal.SIGBUS)
