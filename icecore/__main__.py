@@ -2,7 +2,7 @@
 
 import sys
 
-from icecore.cli import main
+from icecore.cli import program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())
