@@ -3,7 +3,8 @@
 and how soon it is back with all its memory.
 
 The kinds take turns in both orders, so that what one leaves in the machine's caches helps the other
-as often.
+as often. Restores get warm memory (`benchmarks.reserve`): a file that exists until the restored job
+runs leaves no memory for it, and a virtual machine's cold memory would be all that is seen.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 
-from benchmarks.common import Result, Rounds, progress, scratch, show
+from benchmarks.common import MIB, Result, Rounds, progress, scratch, show
+from benchmarks.reserve import Reserve
 from benchmarks.worker import Worker
 from tests.dumper.puppet import Puppet
 
@@ -50,12 +52,13 @@ _CASES = ("unchanged", "10 % changed", "restore")
 def measure(mib: int, rounds: int) -> list[Result]:
     """All figures of this part; ``mib`` of memory in each kind of job."""
     found = Rounds()
-    for turn in range(rounds):
-        order = list(KINDS) if turn % 2 == 0 else list(reversed(KINDS))
-        for kind in order:
-            progress(f"shared: round {turn + 1} of {rounds}, {kind}")
-            with scratch(PART) as folder, Worker() as worker:
-                _one(kind, mib, folder, worker, found)
+    with Reserve((mib + 512) * MIB) as reserve:
+        for turn in range(rounds):
+            order = list(KINDS) if turn % 2 == 0 else list(reversed(KINDS))
+            for kind in order:
+                progress(f"shared: round {turn + 1} of {rounds}, {kind}")
+                with scratch(PART) as folder, Worker() as worker:
+                    _one(kind, mib, folder, worker, reserve, found)
     return [
         Result(
             PART,
@@ -69,7 +72,9 @@ def measure(mib: int, rounds: int) -> list[Result]:
     ]
 
 
-def _one(kind: str, mib: int, folder: Path, worker: Worker, found: Rounds) -> None:
+def _one(
+    kind: str, mib: int, folder: Path, worker: Worker, reserve: Reserve, found: Rounds
+) -> None:
     """Dump one job three times, and restore it."""
     state = folder / "job"
     state.mkdir()
@@ -84,9 +89,10 @@ def _one(kind: str, mib: int, folder: Path, worker: Worker, found: Rounds) -> No
         found.add(f"{kind}, 10 % changed", last["window"])
     finally:
         puppet.end()
-    began = time.perf_counter()
-    restored = worker.ask("restore", snapshot=last["snapshot"], mode="full")
-    found.add(f"{kind}, restore", time.perf_counter() - began)
+    with reserve.lent():
+        began = time.perf_counter()
+        restored = worker.ask("restore", snapshot=last["snapshot"], mode="full")
+        found.add(f"{kind}, restore", time.perf_counter() - began)
     with suppress(ProcessLookupError):
         os.kill(restored["pid"], signal.SIGKILL)
     worker.ask("ended")
