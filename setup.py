@@ -40,11 +40,13 @@ CRIU_SOURCES = [
     "icecore/host/criu/facts.c",
     "icecore/host/criu/freezer.c",
     "icecore/host/criu/limits.c",
+    "icecore/host/criu/map_files.c",
     "icecore/host/criu/mappings.c",
     "icecore/host/criu/memcpy.c",
     "icecore/host/criu/names.c",
     "icecore/host/criu/pages.c",
     "icecore/host/criu/proc.c",
+    "icecore/host/criu/process_maps.c",
     "icecore/host/criu/scripts.c",
     "icecore/host/criu/shared.c",
 ]

@@ -4,6 +4,7 @@ write down.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import shutil
@@ -19,6 +20,7 @@ from icecore.host.criu.hidden import read_hidden
 from icecore.host.criu.libraries import CRIU_LIBRARY, dump_environment
 from icecore.host.kernel import procfs
 from icecore.host.kernel.pagemap import guards_told, scan_supported
+from icecore.sizes import PAGE
 from tests.host.target import target
 
 MIB = 1 << 20
@@ -32,20 +34,30 @@ with Pagemap(int(sys.argv[1])) as pages:
         print(sum(int(run["end"] - run["start"]) for run in pages.runs(int(start), int(end), **kinds)))
 """
 
-SOURCE = Path(__file__).resolve().parents[2] / "icecore" / "host" / "criu" / "pages.c"
+SOURCES = Path(__file__).resolve().parents[2] / "icecore" / "host" / "criu"
 _READ = """
-#include "pages.c"
+#include "process_maps.c"
 int main(void)
 {
     char line[4096];
-    struct range range;
+    struct mapping found;
     while (fgets(line, sizeof line, stdin)) {
         line[strcspn(line, "\\n")] = 0;
-        int found = hideable(line, &range);
-        printf("%d %lu %lu\\n", found, range.start, range.end);
+        if (parse(line, &found))
+            printf("%d %lu %lu\\n", found.hideable, found.start, found.end);
     }
     return 0;
 }
+"""
+_LINKS = """
+import ctypes, errno, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+folder = os.open(f"/proc/{sys.argv[1]}/map_files", os.O_RDONLY | os.O_DIRECTORY)
+print(flush=True)
+for line in sys.stdin:
+    about = ctypes.create_string_buffer(256)
+    found = libc.fstatat64(folder, line.strip().encode(), about, 0x100)
+    print(0 if not found else ctypes.get_errno(), flush=True)
 """
 
 
@@ -53,7 +65,7 @@ def build(folder: Path, program: str) -> None:
     """Build a program that contains the library's source."""
     (folder / "main.c").write_text(program)
     flags = ["-std=gnu11", "-O1", "-Wall", "-Werror", "-Wno-unused-function", "-Wno-unused-result"]
-    command = ["cc", *flags, f"-I{SOURCE.parent}", "-o", "read", "main.c"]
+    command = ["cc", *flags, f"-I{SOURCES}", "-o", "read", "main.c"]
     subprocess.run(command, cwd=folder, check=True, timeout=60)
 
 
@@ -209,7 +221,61 @@ def test_a_process_with_very_many_mappings(tmp_path: Path) -> None:
         assert read_hidden(file)[it.pid].tolist() == [(b, b + 4 * MIB)], "nothing is there"
 
 
+@needs_library
+def test_mappings_of_no_file_are_told_without_the_kernel(tmp_path: Path) -> None:
+    """The answers are the kernel's, and those about mappings of no file are remembered."""
+    code = """
+    a = anonymous(3 << 20)
+    shared = anonymous(1 << 20, flags=0x21)
+    f = os.memfd_create("x"); os.ftruncate(f, 1 << 20)
+    private = libc.mmap(None, 1 << 20, 3, 2, f, 0)
+    libc.munmap(a + (1 << 20), 1 << 20)
+    say(a); hear()
+    assert libc.mmap(a, 1 << 20, 3, 0x11, f, 0) == a
+    say("mapped"); hear()
+    """
+    file = tmp_path / "hidden"
+    file.touch()
+    with (
+        target(code) as it,
+        subprocess.Popen(
+            [sys.executable, "-P", "-c", _LINKS, str(it.pid)],
+            env=dump_environment(str(file)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as asked,
+    ):
+        (a,) = map(int, it.hear())
+        assert asked.stdin is not None and asked.stdout is not None and asked.stdout.readline()
+
+        def answer(name: str) -> int:
+            assert asked.stdin is not None and asked.stdout is not None
+            print(name, file=asked.stdin, flush=True)
+            return int(asked.stdout.readline())
+
+        def kernels(name: str) -> int:
+            try:
+                os.lstat(f"/proc/{it.pid}/map_files/{name}")
+            except OSError as error:
+                return error.errno or -1
+            return 0
+
+        names = [f"{one.start:x}-{one.end:x}" for one in procfs.read_maps(it.pid)]
+        first, gone = f"{a:x}-{a + MIB:x}", f"{a + MIB:x}-{a + 2 * MIB:x}"
+        inside, odd = f"{a:x}-{a + MIB - PAGE:x}", ["0-1000", "x", "-", f"{a:x}", f"{first}0"]
+        said = {name: answer(name) for name in [*names, gone, inside, *odd]}
+        assert said == {name: kernels(name) for name in said}
+        assert said[first] == errno.ENOENT and 0 in said.values()
+        it.tell("go on")
+        it.hear()
+        assert kernels(first) == 0 and answer(first) == errno.ENOENT
+        asked.stdin.close()
+        assert not asked.wait(20)
+
+
 _LEFT = """
+#include "process_maps.c"
 #include "pages.c"
 int main(void)
 {

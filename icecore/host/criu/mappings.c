@@ -14,10 +14,11 @@
  * Each copy is used once. Without a copy, CRIU reads the file in /proc.
  */
 #define _GNU_SOURCE
+#include "process_maps.h"
+
 #include <fcntl.h>
 #include <stdarg.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/syscall.h>
 #include <sys/types.h>
@@ -40,7 +41,7 @@ static int process_of(int directory)
 /* Open the copy; -1: there is none. */
 static int open_copy(int directory)
 {
-	const char *hidden = getenv("ICECORE_HIDDEN");
+	const char *hidden = hidden_file();
 	int pid = hidden ? process_of(directory) : 0;
 	char path[4096];
 

@@ -19,172 +19,59 @@
  */
 #define _GNU_SOURCE
 #include "../kernel/pagemap_scan.h"
+#include "process_maps.h"
 
 #include <fcntl.h>
 #include <stdarg.h>
-#include <stdbool.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* Executable mappings of no file that are smaller than this are left to CRIU. After a restore under
- * another kernel, one may be the old vDSO, which CRIU recognises and writes whole. */
-#define LEAST_CODE (((uint64_t)2 << 20) + 4096)
-#define ROOM ((size_t)256 << 10)
 #define MOST ((size_t)4096) /* parts of one answer, and runs */
 
 struct hidden {
 	uint64_t pid, start, end;
 };
 
-/* The hidden mappings of the process that CRIU asked about last, ascending. CRIU has one thread. */
-static struct {
-	pid_t pid;
-	struct range *ranges;
-	size_t count;
-} known;
-
 __attribute__((visibility("default"))) int ioctl(int descriptor, unsigned long request, ...);
 
-/* Return the content of a file of /proc, which the caller frees; NULL if it cannot be read. */
-static char *contents(const char *path)
-{
-	int file = open(path, O_RDONLY | O_CLOEXEC);
-	size_t room = ROOM, size = 0;
-	char *text = malloc(room);
-	ssize_t got = -1;
-
-	while (file >= 0 && text && (got = read(file, text + size, room - size - 1)) > 0) {
-		size += (size_t)got;
-		if (room - size < ROOM / 2) {
-			char *larger = realloc(text, room *= 2);
-			if (!larger) {
-				got = -1;
-				break;
-			}
-			text = larger;
-		}
-	}
-	if (file >= 0)
-		close(file);
-	if (got || !text) {
-		free(text);
-		return NULL;
-	}
-	text[size] = '\0';
-	return text;
-}
-
-/* Return whether a line of /proc/PID/maps (proc_pid_maps(5)) describes a mapping that is hidden, and
- * store its range: private memory of no file, or of a file if it is not executable. */
-static bool hideable(const char *line, struct range *range)
-{
-	char executable, private;
-	unsigned int major, minor;
-	unsigned long inode;
-	int name;
-
-	if (sscanf(line, "%lx-%lx %*c%*c%c%c %*x %x:%x %lu %n", &range->start, &range->end,
-		&executable, &private, &major, &minor, &inode, &name) != 7 ||
-	    private != 'p')
-		return false;
-	line += name;
-	if (inode)
-		return executable != 'x' && *line == '/' && strncmp(line, "/dev/", 5) &&
-		    strncmp(line, "/anon_hugepage", 14);
-	if (executable == 'x' && range->end - range->start < LEAST_CODE)
-		return false;
-	return !major && !minor &&
-	    (!*line || !strcmp(line, "[heap]") || !strncmp(line, "[anon:", 6));
-}
-
-/* Fill `known` for a process; false if that fails. */
-static bool look(pid_t pid)
-{
-	char path[32];
-	struct range found;
-	size_t room = 0;
-
-	if (known.pid == pid)
-		return true;
-	known.pid = 0;
-	known.count = 0;
-	snprintf(path, sizeof path, "/proc/%d/maps", pid);
-	char *text = contents(path);
-	if (!text)
-		return false;
-	for (char *line = text, *end; (end = strchr(line, '\n')); line = end + 1) {
-		*end = '\0';
-		if (!hideable(line, &found))
-			continue;
-		if (known.count == room) {
-			struct range *more =
-			    realloc(known.ranges, (room = 2 * room + 64) * sizeof *more);
-			if (!more) {
-				free(text);
-				return false;
-			}
-			known.ranges = more;
-		}
-		known.ranges[known.count++] = found;
-	}
-	free(text);
-	known.pid = pid;
-	return true;
-}
-
-/* Return the process whose pagemap this is; 0: it is no pagemap, or our own. */
-static pid_t whose(int descriptor)
-{
-	char name[64], path[64], word[16];
-	int pid, size;
-
-	snprintf(name, sizeof name, "/proc/self/fd/%d", descriptor);
-	size = (int)readlink(name, path, sizeof path - 1);
-	if (size <= 0)
-		return 0;
-	path[size] = '\0';
-	if (sscanf(path, "/proc/%d/%15s", &pid, word) != 2 || strcmp(word, "pagemap") ||
-	    pid == getpid())
-		return 0;
-	return pid;
-}
-
-/* Append records to the file; false if that fails. */
+/* Append records to the file, which stays open; false if that fails. */
 static bool note(const struct hidden *entries, size_t count)
 {
-	const char *path = getenv("ICECORE_HIDDEN");
-	int file = path ? open(path, O_WRONLY | O_APPEND | O_CLOEXEC) : -1;
+	static int file = -1;
+	static struct stat opened;
+	struct stat now;
 	ssize_t size = (ssize_t)(count * sizeof *entries);
-	bool written = file >= 0 && write(file, entries, (size_t)size) == size;
 
-	if (file >= 0)
-		close(file);
-	return written;
+	/* CRIU closes only its own descriptors. If it closes this one all the same, and uses its number
+	 * again, the file is opened once more. */
+	if (file < 0 || fstat(file, &now) || now.st_dev != opened.st_dev ||
+	    now.st_ino != opened.st_ino) {
+		file = open(hidden_file(), O_WRONLY | O_APPEND | O_CLOEXEC);
+		if (file < 0 || fstat(file, &opened))
+			return false;
+	}
+	return write(file, entries, (size_t)size) == size;
 }
 
-/* Find the parts of hidden memory from `start` to `end`. Returns their number; -1: no room. */
+/* Find the parts of hidden memory from `start` to `end`. Returns their number; -1: no room, or the
+ * mappings cannot be read. */
 static ssize_t parts_of(pid_t pid, uint64_t start, uint64_t end, struct hidden *parts, size_t room)
 {
-	size_t low = 0, high = known.count, count = 0;
+	size_t all, count = 0;
+	const struct mapping *mappings = mappings_of(pid, &all);
 
-	while (low < high) {
-		size_t middle = (low + high) / 2;
-		if (known.ranges[middle].end <= start)
-			low = middle + 1;
-		else
-			high = middle;
-	}
-	for (; low < known.count && known.ranges[low].start < end; low++) {
-		const struct range *range = &known.ranges[low];
+	if (!mappings)
+		return -1;
+	for (const struct mapping *one = mapping_behind(mappings, all, start);
+	     one < mappings + all && one->start < end; one++) {
+		if (!one->hideable)
+			continue;
 		if (count == room)
 			return -1;
 		parts[count++] = (struct hidden){(uint64_t)pid,
-		    range->start > start ? range->start : start,
-		    range->end < end ? range->end : end};
+		    one->start > start ? one->start : start, one->end < end ? one->end : end};
 	}
 	return (ssize_t)count;
 }
@@ -218,14 +105,15 @@ static int scan(int descriptor, struct scan *scan)
 {
 	static struct hidden parts[MOST];
 	static struct run left[MOST];
+	static struct owner last;
 	struct run *runs = (struct run *)(uintptr_t)scan->vec;
 	ssize_t count = 0, kept;
 	pid_t pid = 0;
 
-	if (getenv("ICECORE_HIDDEN") && scan->size >= sizeof *scan &&
+	if (hidden_file() && scan->size >= sizeof *scan &&
 	    scan->category_anyof_mask == PRESENT_OR_SWAPPED && scan->start < scan->end)
-		pid = whose(descriptor);
-	if (pid && look(pid))
+		pid = owner_of(descriptor, "pagemap", &last);
+	if (pid)
 		count = parts_of(pid, scan->start, scan->end, parts, MOST);
 	if (count == 1 && parts->start == scan->start && parts->end == scan->end &&
 	    note(parts, 1)) {

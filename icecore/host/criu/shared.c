@@ -8,12 +8,11 @@
  * the object's row; if they cannot be written, nothing is hidden.
  */
 #define _GNU_SOURCE
+#include "process_maps.h"
+
 #include <errno.h>
 #include <fcntl.h>
-#include <stdbool.h>
-#include <stdint.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -77,7 +76,7 @@ static bool note(int list, const struct stat *about, bool system_v)
 
 static bool hide(int descriptor)
 {
-	const char *hidden = getenv("ICECORE_HIDDEN");
+	const char *hidden = hidden_file();
 	char path[4096];
 	struct stat about;
 

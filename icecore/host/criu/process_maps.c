@@ -1,0 +1,171 @@
+/* Preloaded into CRIU: what other files here ask of /proc, once for each process.
+ *
+ * CRIU has one thread, and comes to one process after the other. Before it asks for the pages of a
+ * process, or for the files of its mappings, it has read the mappings. After that, it adds mappings of
+ * its own to the process, and makes some readable; it asks for neither.
+ */
+#define _GNU_SOURCE
+#include "process_maps.h"
+
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+/* Executable mappings of no file that are smaller than this are left to CRIU. After a restore under
+ * another kernel, one may be the old vDSO, which CRIU recognises and writes whole. */
+#define LEAST_CODE (((uint64_t)2 << 20) + 4096)
+#define ROOM ((size_t)256 << 10)
+
+static struct {
+	pid_t pid;
+	struct mapping *mappings;
+	size_t count;
+} known;
+
+const char *hidden_file(void)
+{
+	static const char *path;
+	static bool asked;
+
+	if (!asked)
+		path = getenv("ICECORE_HIDDEN");
+	asked = true;
+	return path;
+}
+
+/* Return the content of a file of /proc, which the caller frees; NULL if it cannot be read. */
+static char *contents(const char *path)
+{
+	int file = open(path, O_RDONLY | O_CLOEXEC);
+	size_t room = ROOM, size = 0;
+	char *text = malloc(room);
+	ssize_t got = -1;
+
+	while (file >= 0 && text && (got = read(file, text + size, room - size - 1)) > 0) {
+		size += (size_t)got;
+		if (room - size < ROOM / 2) {
+			char *larger = realloc(text, room *= 2);
+			if (!larger) {
+				got = -1;
+				break;
+			}
+			text = larger;
+		}
+	}
+	if (file >= 0)
+		close(file);
+	if (got || !text) {
+		free(text);
+		return NULL;
+	}
+	text[size] = '\0';
+	return text;
+}
+
+/* Read a line of /proc/PID/maps (proc_pid_maps(5)); false if it is none. What is hidden is private
+ * memory of no file, or of a file if it is not executable. */
+static bool parse(const char *line, struct mapping *found)
+{
+	char executable, private;
+	unsigned int major, minor;
+	unsigned long inode;
+	int name;
+	bool code;
+
+	if (sscanf(line, "%lx-%lx %*c%*c%c%c %*x %x:%x %lu %n", &found->start, &found->end,
+		&executable, &private, &major, &minor, &inode, &name) != 7)
+		return false;
+	line += name;
+	code = executable == 'x';
+	found->of_no_file = !inode && !major && !minor && (!*line || *line == '[');
+	if (private != 'p')
+		found->hideable = false;
+	else if (inode)
+		found->hideable = !code && *line == '/' && strncmp(line, "/dev/", 5) &&
+		    strncmp(line, "/anon_hugepage", 14);
+	else
+		found->hideable = found->of_no_file &&
+		    (!code || found->end - found->start >= LEAST_CODE) &&
+		    (!*line || !strcmp(line, "[heap]") || !strncmp(line, "[anon:", 6));
+	return true;
+}
+
+const struct mapping *mappings_of(pid_t pid, size_t *count)
+{
+	char path[32];
+	struct mapping found;
+	size_t room = 0;
+
+	if (known.pid == pid) {
+		*count = known.count;
+		return known.mappings;
+	}
+	free(known.mappings);
+	known.mappings = NULL;
+	known.pid = 0;
+	known.count = 0;
+	snprintf(path, sizeof path, "/proc/%d/maps", pid);
+	char *text = contents(path);
+	if (!text)
+		return NULL;
+	for (char *line = text, *end; (end = strchr(line, '\n')); line = end + 1) {
+		*end = '\0';
+		if (!parse(line, &found))
+			continue;
+		if (known.count == room) {
+			struct mapping *more =
+			    realloc(known.mappings, (room = 2 * room + 64) * sizeof *more);
+			if (!more) {
+				free(text);
+				return NULL;
+			}
+			known.mappings = more;
+		}
+		known.mappings[known.count++] = found;
+	}
+	free(text);
+	known.pid = pid;
+	*count = known.count;
+	return known.mappings;
+}
+
+const struct mapping *mapping_behind(const struct mapping *mappings, size_t count, uint64_t at)
+{
+	size_t low = 0, high = count;
+
+	while (low < high) {
+		size_t middle = (low + high) / 2;
+		if (mappings[middle].end <= at)
+			low = middle + 1;
+		else
+			high = middle;
+	}
+	return mappings + low;
+}
+
+pid_t owner_of(int descriptor, const char *name, struct owner *last)
+{
+	char link[64], path[64], word[16];
+	struct stat about;
+	int pid, size;
+
+	if (fstat(descriptor, &about))
+		return 0;
+	/* An inode of /proc has its number for itself while it is open. */
+	if (last->pid && last->descriptor == descriptor && last->device == about.st_dev &&
+	    last->inode == about.st_ino)
+		return last->pid;
+	last->pid = 0;
+	snprintf(link, sizeof link, "/proc/self/fd/%d", descriptor);
+	size = (int)readlink(link, path, sizeof path - 1);
+	if (size <= 0)
+		return 0;
+	path[size] = '\0';
+	if (sscanf(path, "/proc/%d/%15s", &pid, word) != 2 || strcmp(word, name) || pid == getpid())
+		return 0;
+	*last = (struct owner){descriptor, about.st_dev, about.st_ino, pid};
+	return pid;
+}
