@@ -340,8 +340,13 @@ part%.o: part%.c
 """
 
 _PARTS = """
+mkdir "$home/build"
+cp "$home/Makefile" "$home/build"
 for n in $(seq 60); do
-    echo "long part$n(long x) { for (int i = 0; i < $n; i++) x = x * 31 + i * $n; return x; }" > "$home/part$n.c"
+    for k in $(seq 150); do  # enough for a compiler to take a while
+        echo "long more${n}_$k(long x, long *y) { for (int i = 0; i < 9; i++) y[i] += x * $k >> i; return y[$k % 9]; }"
+    done > "$home/build/part$n.c"
+    echo "long part$n(long x) { for (int i = 0; i < $n; i++) x = x * 31 + i * $n; return x; }" >> "$home/build/part$n.c"
 done
 {
     echo '#include <stdio.h>'
@@ -349,7 +354,7 @@ done
     echo 'int main(void) { long x = 1;'
     for n in $(seq 60); do echo "x = part$n(x); printf(\\"$n %ld\\\\n\\", x);"; done
     echo 'return 0; }'
-} > "$home/main.c"
+} > "$home/build/main.c"
 """
 
 SOFTWARE = {
@@ -396,10 +401,11 @@ SOFTWARE = {
         lines=90,
     ),
     "make": Software(
-        'exec make -s -j 4 -C "$home"',
+        'exec make -s -j 4 -C "$home/build"',
         ("make", "gcc"),
         _PARTS,
         {"Makefile": _MAKEFILE},
-        marks="*.o",
+        data="build",  # what was being compiled at the kill exists, and must not count as made
+        marks="build/*.o",
     ),
 }

@@ -321,7 +321,8 @@ end
 _MARIADB = """
 socket=$home/socket
 mariadbd --no-defaults --datadir="$home/data" --socket="$socket" --user=mysql --skip-networking \\
-    --skip-grant-tables --pid-file="$home/data/pid" --innodb-buffer-pool-size=64M 2>"$home/data/errors" &
+    --skip-grant-tables --pid-file="$home/data/pid" --innodb-buffer-pool-size=64M \\
+    --innodb-use-native-aio=0 2>"$home/data/errors" &
 until mariadb-admin --no-defaults -S "$socket" ping >"$home/ping" 2>&1; do sleep 0.1; done
 echo 'CREATE DATABASE k; CREATE TABLE k.kept (number int PRIMARY KEY, text text)' |
     mariadb --no-defaults -S "$socket"
