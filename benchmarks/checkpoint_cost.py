@@ -205,7 +205,7 @@ class Icecore:
 
     def __call__(self, *words: str, seconds: float = _SAVE_SECONDS) -> str:
         """Run a command; return what it prints."""
-        command = [sys.executable, "-P", "-m", "icecore.cli", *words]
+        command = [sys.executable, "-P", "-m", "icecore", *words]
         done = subprocess.run(
             command,
             env=self.environment,

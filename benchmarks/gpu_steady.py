@@ -40,7 +40,7 @@ def once(job: str, way: str, number: int) -> dict[str, float]:
         [sys.executable, _JOB, job],
         f"steady-{os.getpid()}-{number}",
     )
-    icecore = [sys.executable, "-P", "-m", "icecore.cli", "-q"]
+    icecore = [sys.executable, "-P", "-m", "icecore", "-q"]
     if words:
         command = [*icecore, *words, "--name", name, "--", *command]
     try:

@@ -59,7 +59,7 @@ class Shell:
         """The seconds that a command took from its start to its end, and what it said."""
         began = time.perf_counter()
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "icecore.cli", "--json", *words],
+            [sys.executable, "-P", "-m", "icecore", "--json", *words],
             env=self.environment,
             cwd="/",
             stdin=subprocess.DEVNULL,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import faulthandler
 import mmap
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -175,6 +177,43 @@ def test_pages_that_were_read_are_found_in_the_page_table(
     assert not same() and not len(_extents(one.mapped))
 
 
+def test_holes_that_were_filled_are_found_at_once(stack: ExitStack) -> None:
+    """SEEK_HOLE looks to the end of the data. If each of many gaps did, it would take minutes."""
+    took = {}
+    for cells in (16, 64):
+        one = Object(5, stack, cells * CELL_BYTES)
+        pages = range(cells * 256)
+        libc.punch(one.file, 0, cells * CELL_BYTES)
+        one.write([page for page in pages if page % 8 < 4])
+        _scan(one.mapped, one.plan(), KnownCells.none(), {})
+        one.write([page for page in pages if page % 8 >= 4])
+        began = time.process_time()
+        assert _extents(one.mapped).tolist() == [(0, len(pages))]
+        took[cells] = time.process_time() - began
+    assert took[64] < 10 * took[16] + 0.05
+
+
+@pytest.mark.parametrize("how", ["punched", "cut off and extended"])
+def test_no_hole_is_filled(how: str, stack: ExitStack, reads: list[int]) -> None:
+    """A read of a page that the mapped file does not have would make one. Here the job has given
+    memory back since it was looked at.
+    """
+    one = Object(6, stack)
+    plan = one.plan()
+    _scan(one.mapped, plan, KnownCells.none(), {})
+    assert os.fstat(one.file).st_blocks
+    if how == "punched":
+        libc.punch(one.file, 0, _SIZE)
+    else:
+        os.ftruncate(one.file, 0)
+        os.ftruncate(one.file, _SIZE)
+    kept = dict[int, bytes]()
+    _scan(one.mapped, plan, KnownCells.none(), kept)
+    assert not os.fstat(one.file).st_blocks
+    assert len(kept) == len(plan) and not any(data.strip(b"\0") for data in kept.values())
+    assert not reads
+
+
 @pytest.mark.parametrize("left", [0, 3 * CELL_BYTES + 2 * PAGE + 11])
 def test_what_is_cut_off_meanwhile_reads_as_zeros(
     left: int, stack: ExitStack, reads: list[int]
@@ -240,6 +279,89 @@ def test_without_streaming_functions_it_is_copied(
     assert len(kept) == len(found.row)
 
 
+_GUARDED = """
+#define _GNU_SOURCE
+#include "in_place.c"
+#include <assert.h>
+#include <stdlib.h>
+#include <unistd.h>
+static int update(void *state, const void *data, size_t size)
+{
+    for (size_t at = 0; at < size; at++)
+        *(uint64_t *)state += ((const uint8_t *)data)[at];
+    return 0;
+}
+static struct hash digest(const void *state) { return (struct hash){*(const uint64_t *)state, 0}; }
+int main(void)
+{
+    struct streaming streaming = {.update = update, .digest = digest};
+    struct iovec runs[] = {{0, 4096}, {(void *)8192, 4096}};
+    static uint8_t slot[8192], ones[4096];
+    struct hash hash;
+    uint64_t state = 0;
+    int file = memfd_create("x", 0);
+    memset(ones, 1, sizeof ones);
+    assert(!ftruncate(file, 3 * 4096) && !guard_reads());
+    for (int i = 0; i < 3; i++)
+        assert(pwrite(file, ones, 4096, i * 4096) == 4096);
+    uint8_t *map = mmap(NULL, 3 * 4096, PROT_READ, MAP_SHARED, file, 0);
+    assert(is_there(map, 3 * 4096, runs, 2) && !is_there(map, 3 * 4096 - 1, runs, 2));
+    assert(hash_in_place(&streaming, &state, map, runs, 2, &hash) && hash.low == 8192);
+    assert(copy_in_place(slot, map, runs, 2) && slot[0] == 1 && slot[8191] == 1);
+    assert(!ftruncate(file, 8192) && !is_there(map, 3 * 4096, runs, 2));
+    for (int i = 0; i < 1000; i++)
+        assert(!hash_in_place(&streaming, &state, map, runs, 2, &hash) &&
+            !copy_in_place(slot, map, runs, 2) && copy_in_place(slot, map, runs, 1));
+    return 0;
+}
+"""
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
+def test_a_guarded_read_of_what_is_gone_fails(tmp_path: Path) -> None:
+    (tmp_path / "main.c").write_text(_GUARDED)
+    sources = Path(scanning.__file__).parent
+    command = ["cc", "-std=gnu11", "-O2", "-Wall", "-Werror", f"-I{sources}", "-o", "run", "main.c"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
+    subprocess.run([tmp_path / "run"], check=True, timeout=20)
+
+
+def scan_beside_a_cutter() -> None:
+    """Scan an object that another process cuts off and extends all the time, in this process."""
+    with ExitStack() as stack:
+        one = Object(7, stack)
+        plan, known = one.plan(), KnownCells.none()
+        code = f"""
+import os
+while True:
+    for size in (0, {_SIZE}, {_SIZE // 3}):
+        os.ftruncate({one.file}, size)
+        os.pwrite({one.file}, bytes(70000), 0)
+"""
+        cutter = subprocess.Popen([sys.executable, "-c", code], pass_fds=[one.file])
+        try:
+            until = time.monotonic() + 1.0
+            while time.monotonic() < until:
+                found = _scan(one.mapped, plan, known, {})
+                known = KnownCells(plan.key, found.fingerprint, np.zeros(len(plan), CELL))
+        finally:
+            cutter.kill()
+            cutter.wait(20)
+    print("scanned", flush=True)
+
+
+def _in_a_process_of_its_own(call: str) -> subprocess.CompletedProcess[str]:
+    code = f"import tests.dumper.test_in_place as test; test.{call}"
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_an_object_that_is_cut_off_all_the_time() -> None:
+    done = _in_a_process_of_its_own("scan_beside_a_cutter()")
+    assert (done.returncode, done.stdout) == (0, "scanned\n"), done.stderr
+
+
 def _touch_what_is_gone() -> None:
     """Read a mapping of a file that is empty now."""
     file = os.memfd_create("gone")
@@ -262,6 +384,8 @@ def scan_and_die(before: str, cause: str) -> None:
         faulthandler.enable()
     elif before == "handler":
         signal.signal(signal.SIGBUS, lambda *_: os._exit(77))
+    elif before == "ignored":
+        signal.signal(signal.SIGBUS, signal.SIG_IGN)
     with ExitStack() as stack:
         one = Object(4, stack, CELL_BYTES)
         os.ftruncate(one.file, 0)
@@ -270,9 +394,13 @@ def scan_and_die(before: str, cause: str) -> None:
         )
         known = KnownCells(plan.key, np.zeros(1, FINGERPRINT), np.zeros(1, CELL))
         assert _scan(one.mapped, plan, known, {}).changed.tolist() == [0]
-    print("scanned", flush=True)
-    _CAUSES[cause]()
-    time.sleep(0.1)  # a handler of Python's runs between two instructions
+        print("scanned", flush=True)
+        _CAUSES[cause]()
+        time.sleep(0.1)  # a handler of Python's runs between two instructions
+        # It has lived on, and is guarded as before.
+        one = Object(4, stack, CELL_BYTES)
+        os.ftruncate(one.file, 0)
+        assert _scan(one.mapped, plan, known, {}).changed.tolist() == [0]
 
 
 @pytest.mark.parametrize(
@@ -280,23 +408,14 @@ def scan_and_die(before: str, cause: str) -> None:
     [
         *(("default", cause) for cause in _CAUSES),
         *(("faulthandler", cause) for cause in _CAUSES),
-        (
-            "handler",
-            "sent",
-        ),  # after a fault, Python's handler returns, and the fault repeats itself
+        # After a fault, a handler of Python's returns, and the fault repeats itself for ever.
+        ("handler", "sent"),
+        *(("ignored", cause) for cause in _CAUSES),
     ],
 )
 def test_any_other_bus_error_is_treated_as_before(before: str, cause: str) -> None:
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"from tests.dumper.test_in_place import scan_and_die as run; run({before!r}, {cause!r})",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = _in_a_process_of_its_own(f"scan_and_die({before!r}, {cause!r})")
     assert done.stdout == "scanned\n", done.stderr
     assert ("Bus error" in done.stderr) == (before == "faulthandler")
-    assert done.returncode == (77 if before == "handler" else -signal.SIGBUS)
+    survives = (before, cause) == ("ignored", "sent")
+    assert done.returncode == (77 if before == "handler" else 0 if survives else -signal.SIGBUS)

@@ -55,9 +55,13 @@ libc = ctypes.CDLL(None, use_errno=True)
 folder = os.open(f"/proc/{sys.argv[1]}/map_files", os.O_RDONLY | os.O_DIRECTORY)
 print(flush=True)
 for line in sys.stdin:
-    about = ctypes.create_string_buffer(256)
-    found = libc.fstatat64(folder, line.strip().encode(), about, 0x100)
-    print(0 if not found else ctypes.get_errno(), flush=True)
+    about, name = ctypes.create_string_buffer(256), line.strip().encode()
+    found = [ctypes.get_errno() if libc.fstatat64(folder, name, about, 0x100) else 0]
+    file = libc.openat64(folder, name, os.O_RDONLY | os.O_CLOEXEC)
+    found.append(ctypes.get_errno() if file < 0 else 0)
+    if file >= 0:
+        os.close(file)
+    print(*found, flush=True)
 """
 
 
@@ -249,27 +253,33 @@ def test_mappings_of_no_file_are_told_without_the_kernel(tmp_path: Path) -> None
         (a,) = map(int, it.hear())
         assert asked.stdin is not None and asked.stdout is not None and asked.stdout.readline()
 
-        def answer(name: str) -> int:
+        def answer(name: str) -> list[int]:
+            """What lstat and open return."""
             assert asked.stdin is not None and asked.stdout is not None
             print(name, file=asked.stdin, flush=True)
-            return int(asked.stdout.readline())
+            return [int(word) for word in asked.stdout.readline().split()]
 
-        def kernels(name: str) -> int:
+        def kernels(name: str) -> list[int]:
+            found, path = [0, 0], f"/proc/{it.pid}/map_files/{name}"
             try:
-                os.lstat(f"/proc/{it.pid}/map_files/{name}")
+                os.lstat(path)
             except OSError as error:
-                return error.errno or -1
-            return 0
+                found[0] = error.errno or -1
+            try:
+                os.close(os.open(path, os.O_RDONLY))
+            except OSError as error:
+                found[1] = error.errno or -1
+            return found
 
         names = [f"{one.start:x}-{one.end:x}" for one in procfs.read_maps(it.pid)]
         first, gone = f"{a:x}-{a + MIB:x}", f"{a + MIB:x}-{a + 2 * MIB:x}"
         inside, odd = f"{a:x}-{a + MIB - PAGE:x}", ["0-1000", "x", "-", f"{a:x}", f"{first}0"]
         said = {name: answer(name) for name in [*names, gone, inside, *odd]}
         assert said == {name: kernels(name) for name in said}
-        assert said[first] == errno.ENOENT and 0 in said.values()
+        assert said[first] == [errno.ENOENT, errno.ENOENT] and [0, 0] in said.values()
         it.tell("go on")
         it.hear()
-        assert kernels(first) == 0 and answer(first) == errno.ENOENT
+        assert kernels(first) == [0, 0] and answer(first) == [errno.ENOENT, errno.ENOENT]
         asked.stdin.close()
         assert not asked.wait(20)
 

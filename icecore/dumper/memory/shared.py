@@ -111,7 +111,7 @@ class SharedObject:
         if self.mapped is None or not end or not scan_supported():
             return np.empty((0, 2), np.uint64)
         first = self.mapped.address
-        with Pagemap(os.getpid()) as pagemap:
+        with Pagemap("self") as pagemap:
             runs = pagemap.runs(first, first + end // PAGE * PAGE, wanted=0)
         return np.column_stack([runs["start"], runs["end"]]) - np.uint64(first)
 
@@ -149,6 +149,12 @@ class SharedMemory:
                     one = replace(one, mapped=mapped)
             objects[key] = one
         return replace(self, objects=objects)
+
+    def unmap(self) -> None:
+        """Unmap what is mapped."""
+        for one in self.objects.values():
+            if one.mapped is not None:
+                one.mapped.close()
 
     @property
     def used(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -69,7 +70,14 @@ def capture(request: Request, ready: Ready, frozen: Frozen, running: Phase) -> C
         window.seconds = time.monotonic() - window.started
     else:
         _let_run(ready, tree, running)
+    threading.Thread(target=_unmap, args=(ready,), name="unmap").start()
     return CaptureResult(reading, tree, window.seconds, frozen.ends, starts)
+
+
+def _unmap(ready: Ready) -> None:
+    """Give up the mappings of shared memory, beside what is left to do."""
+    for memory in (ready.shared, ready.files):
+        memory.unmap()
 
 
 def _let_run(ready: Ready, tree: Captured, running: Phase) -> None:

@@ -1,9 +1,10 @@
 /* Preloaded into CRIU: it is told which mappings have no file without asking the kernel.
  *
  * CRIU (4.0 to 4.2: criu/proc_parse.c, vma_get_mapfile) asks for the link of each mapping in
- * /proc/PID/map_files, and takes ENOENT for "no file". For each question the kernel looks for the
- * process and its mapping again. A process with many libraries has hundreds of mappings, most of them
- * without a file, and the tree stands still. Mappings of files are asked for as before.
+ * /proc/PID/map_files, opens it unless the mapping before had no file either (mappings.c), and takes
+ * ENOENT for "no file". For each question the kernel looks for the process and its mapping again. A
+ * process with many libraries has hundreds of mappings of no file, and the tree stands still. Mappings
+ * of files are asked for as before.
  */
 #define _GNU_SOURCE
 #include "process_maps.h"
@@ -15,14 +16,16 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* Whether this is the name of a mapping of no file in a process's directory map_files. */
-static bool has_no_file(int directory, const char *name)
+bool names_no_file(int directory, const char *name)
 {
 	static struct owner last;
 	char *after;
 	size_t count;
-	uint64_t start = strtoull(name, &after, 16), end;
+	uint64_t start, end;
 
+	if (!hidden_file() || directory < 0 || !name)
+		return false;
+	start = strtoull(name, &after, 16);
 	if (after == name || *after != '-')
 		return false;
 	name = after + 1;
@@ -40,7 +43,7 @@ static bool has_no_file(int directory, const char *name)
 __attribute__((visibility("default"))) int fstatat64(
     int directory, const char *path, struct stat64 *about, int flags)
 {
-	if (hidden_file() && directory >= 0 && has_no_file(directory, path)) {
+	if (names_no_file(directory, path)) {
 		errno = ENOENT;
 		return -1;
 	}

@@ -16,6 +16,7 @@
 #define _GNU_SOURCE
 #include "process_maps.h"
 
+#include <errno.h>
 #include <fcntl.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -64,6 +65,10 @@ __attribute__((visibility("default"))) int openat64(
 		va_start(more, flags);
 		mode = va_arg(more, mode_t);
 		va_end(more);
+	}
+	if (names_no_file(directory, path)) {
+		errno = ENOENT;
+		return -1;
 	}
 	int copy = strcmp(path, "smaps") ? -1 : open_copy(directory);
 	return copy >= 0

@@ -49,7 +49,11 @@ static bool note(const struct hidden *entries, size_t count)
 	if (file < 0 || fstat(file, &now) || now.st_dev != opened.st_dev ||
 	    now.st_ino != opened.st_ino) {
 		file = open(hidden_file(), O_WRONLY | O_APPEND | O_CLOEXEC);
-		if (file < 0 || fstat(file, &opened))
+		if (file >= 0 && fstat(file, &opened)) {
+			close(file);
+			file = -1;
+		}
+		if (file < 0)
 			return false;
 	}
 	return write(file, entries, (size_t)size) == size;
@@ -125,9 +129,11 @@ static int scan(int descriptor, struct scan *scan)
 		return found;
 	uint64_t end = scan->walk_end > runs[found - 1].end ? scan->walk_end : runs[found - 1].end;
 	count = parts_of(pid, scan->start, end < scan->end ? end : scan->end, parts, MOST);
+	if (count <= 0)
+		return found;
 	kept = left_of(runs, (size_t)found, parts, (size_t)count, left,
 	    scan->vec_len < MOST ? scan->vec_len : MOST);
-	if (count <= 0 || kept < 0 || !note(parts, (size_t)count))
+	if (kept < 0 || !note(parts, (size_t)count))
 		return found;
 	memcpy(runs, left, (size_t)kept * sizeof *left);
 	return (int)kept;

@@ -32,6 +32,9 @@ const struct mapping *mappings_of(pid_t pid, size_t *count);
 /* Return the first mapping that ends behind an address, or the end of the array. */
 const struct mapping *mapping_behind(const struct mapping *mappings, size_t count, uint64_t at);
 
+/* Return whether this is the name of a mapping of no file in a directory /proc/PID/map_files. */
+bool names_no_file(int directory, const char *name);
+
 /* Return the process to which a descriptor of /proc/PID/NAME belongs; 0: it is none, or our own. */
 pid_t owner_of(int descriptor, const char *name, struct owner *last);
 

@@ -277,7 +277,7 @@ def dump_options(pid: int, record: RunRecord) -> list[str]:
     """
     options = ["--ext-unix-sk", "--file-locks"]
     if record.isolation.network:
-        inode = os.stat(f"/proc/{pid}/ns/net").st_ino
+        inode = procfs.namespaces(pid)["net"]
         options += [
             "--external",
             f"net[{inode}]:{_NETWORK_NAME}",

@@ -5,6 +5,10 @@
 #include <setjmp.h>
 #include <signal.h>
 #include <string.h>
+#include <sys/mman.h>
+
+#define PAGE ((size_t)4096)
+#define MOST ((size_t)256) /* pages of a cell */
 
 /* Where a read of a mapping goes on if a page cannot be had. The model of the variable lets a handler
  * read it without a call that may allocate. */
@@ -14,16 +18,23 @@ static struct sigaction before;
 static void on_lost_page(int number, siginfo_t *info, void *context)
 {
 	sigjmp_buf *place = guarded;
+	bool sent = info->si_code <= 0;
+	struct sigaction none = {.sa_handler = SIG_DFL};
 
-	(void)context;
-	if (place && info->si_code > 0) {
+	if (place && !sent && info->si_code != BUS_MCEERR_AO) {
 		guarded = NULL;
 		siglongjmp(*place, 1);
 	}
-	/* Not one of these reads: whoever was asked before decides. The fault repeats itself. */
-	sigaction(number, &before, NULL);
-	if (info->si_code <= 0)
-		raise(number);
+	/* Not one of these reads: it is as if this handler were not there. */
+	if (before.sa_flags & SA_SIGINFO)
+		before.sa_sigaction(number, info, context);
+	else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN)
+		before.sa_handler(number);
+	else if (before.sa_handler == SIG_DFL || !sent) {
+		sigaction(number, &none, NULL); /* a fault repeats itself */
+		if (sent)
+			raise(number);
+	}
 }
 
 /* Has SIGBUS come here first; 0, or -1. Not to be called by two threads at once. The mask of the
@@ -42,12 +53,25 @@ __attribute__((visibility("default"))) int64_t guard_reads(void)
 	return sigaction(SIGBUS, &own, NULL);
 }
 
-bool is_within(size_t size, const struct iovec *runs, size_t count)
+bool is_there(const uint8_t *map, size_t size, const struct iovec *runs, size_t count)
 {
+	unsigned char pages[MOST];
+	size_t start, end;
+
+	if (!count)
+		return false;
+	start = (size_t)runs[0].iov_base / PAGE * PAGE;
+	end = (size_t)runs[count - 1].iov_base + runs[count - 1].iov_len;
+	if (end > size || end <= start || end - start > MOST * PAGE ||
+	    mincore((void *)(map + start), end - start, pages))
+		return false;
 	for (size_t run = 0; run < count; run++) {
-		size_t at = (size_t)runs[run].iov_base;
-		if (at > size || runs[run].iov_len > size - at)
+		size_t low = (size_t)runs[run].iov_base, high = low + runs[run].iov_len;
+		if (low < start || high > end || high < low)
 			return false;
+		for (size_t at = low / PAGE; at * PAGE < high; at++)
+			if (!(pages[at - start / PAGE] & 1))
+				return false;
 	}
 	return true;
 }

@@ -24,8 +24,12 @@ struct streaming {
 	int (*destroy)(void *state);
 };
 
-/* Where a file's offset 0 is mapped. The runs of a cell are addressed by offsets. */
-bool is_within(size_t size, const struct iovec *runs, size_t count);
+/* Return whether all pages of a cell are in memory. `map` is where offset 0 of the file is mapped, with
+ * `size` bytes; runs are addressed by offsets. To read a page that is not there would allocate it in
+ * the file. */
+bool is_there(const uint8_t *map, size_t size, const struct iovec *runs, size_t count);
+
+/* These fail if a page cannot be had. */
 bool hash_in_place(const struct streaming *streaming, void *state, const uint8_t *map,
     const struct iovec *runs, size_t count, struct hash *found);
 bool copy_in_place(

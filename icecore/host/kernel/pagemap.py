@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -68,7 +69,7 @@ class _ScanArgument(ctypes.Structure):
 class Pagemap:
     """The page map of one process, kept open. Several threads may ask at once."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int | Literal["self"]) -> None:
         self.pid = pid
         try:
             self._file = os.open(f"/proc/{pid}/pagemap", os.O_RDONLY | os.O_CLOEXEC)

@@ -581,9 +581,10 @@ def unescaped(name: bytes) -> str:
 
 def executable(pid: int) -> str:
     """Return the path of a process's program; empty for kernel threads and zombies."""
-    try:
-        return os.readlink(f"/proc/{pid}/exe")
-    except FileNotFoundError:
-        if exists(pid):
+    with looking_at(pid):
+        try:
+            return os.readlink(f"/proc/{pid}/exe")
+        except FileNotFoundError:
+            if not exists(pid):
+                raise
             return ""
-        raise NotFound(f"there is no process {pid}") from None

@@ -61,16 +61,18 @@ static bool is_of_file(const struct cells *cells, int64_t i)
 	return cells->pid < 0 || (cells->by_file && cells->by_file[i]);
 }
 
+/* Whether a cell can be read where it is mapped. */
 static bool is_mapped(const struct cells *cells, int64_t i)
 {
 	uint32_t first = cells->first_run[i];
 
 	return cells->map && is_of_file(cells, i) &&
-	    is_within(cells->mapped, cells->runs + first, cells->first_run[i + 1] - first);
+	    is_there(cells->map, cells->mapped, cells->runs + first,
+		cells->first_run[i + 1] - first);
 }
 
 /* The whole cell in as few calls as possible. */
-static bool read_cell(const struct cells *cells, int64_t i, uint8_t *slot)
+static bool read_cell(const struct cells *cells, int64_t i, uint8_t *slot, bool mapped)
 {
 	const struct iovec *runs = cells->runs + cells->first_run[i];
 	size_t count = cells->first_run[i + 1] - cells->first_run[i];
@@ -79,7 +81,7 @@ static bool read_cell(const struct cells *cells, int64_t i, uint8_t *slot)
 	if (!is_of_file(cells, i))
 		return process_vm_readv((pid_t)cells->pid, &here, 1, runs, count, 0) ==
 		    (ssize_t)cells->length[i];
-	if (is_mapped(cells, i))
+	if (mapped)
 		return copy_in_place(slot, cells->map, runs, count);
 	for (size_t run = 0; run < count; slot += runs[run++].iov_len)
 		if (pread64((int)cells->file, slot, runs[run].iov_len,
@@ -114,12 +116,18 @@ __attribute__((visibility("default"))) int64_t find_data(
     int64_t file, uint64_t *ranges, int64_t count, uint64_t *found, int64_t room, int64_t *done)
 {
 	int64_t out = 0;
+	uint64_t known = 0; /* up to where there is data: SEEK_HOLE may look far beyond a range */
 
 	for (*done = 0; *done < count; ++*done) {
 		uint64_t *at = &ranges[2 * *done], end = at[1];
 		while (*at < end) {
 			if (out == room)
 				return out;
+			if (*at < known) {
+				found[2 * out] = *at;
+				found[2 * out++ + 1] = *at = known < end ? known : end;
+				continue;
+			}
 			off64_t low = lseek64((int)file, (off64_t)*at, SEEK_DATA);
 			if (low < 0 && errno != ENXIO)
 				return -1;
@@ -134,8 +142,9 @@ __attribute__((visibility("default"))) int64_t find_data(
 				*at = (uint64_t)low + PAGE;
 				continue;
 			}
+			known = (uint64_t)high;
 			found[2 * out] = (uint64_t)low;
-			found[2 * out++ + 1] = *at = (uint64_t)high < end ? (uint64_t)high : end;
+			found[2 * out++ + 1] = *at = known < end ? known : end;
 		}
 	}
 	return out;
@@ -148,6 +157,7 @@ static int64_t scan(const struct cells *cells, int64_t start, int64_t stop, uint
 		size_t length = cells->length[i];
 		uint8_t *fingerprint = cells->fingerprint + FINGERPRINT * (size_t)i;
 		int64_t candidate = cells->candidate[i];
+		bool mapped;
 
 		if (cells->row[i] >= 0)
 			continue;
@@ -155,13 +165,13 @@ static int64_t scan(const struct cells *cells, int64_t start, int64_t stop, uint
 			*why = NOT_READ;
 			return i;
 		}
-		if (state && candidate >= 0 && is_mapped(cells, i) &&
-		    is_known_in_place(cells, i, state)) {
+		mapped = is_mapped(cells, i);
+		if (mapped && state && candidate >= 0 && is_known_in_place(cells, i, state)) {
 			cells->row[i] = candidate;
 			continue;
 		}
 		memcpy(slot - BITMAP, cells->bitmap + BITMAP * (size_t)i, BITMAP);
-		if (!read_cell(cells, i, slot)) {
+		if (!read_cell(cells, i, slot, mapped)) {
 			*why = NOT_READ;
 			return i;
 		}
