@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from icecore.dumper.capture import Capture, Captured
@@ -70,7 +71,8 @@ def capture(request: Request, ready: Ready, frozen: Frozen, running: Phase) -> C
         window.seconds = time.monotonic() - window.started
     else:
         _let_run(ready, tree, running)
-    threading.Thread(target=_unmap, args=(ready,), name="unmap").start()
+    with suppress(RuntimeError):  # no thread: it is done at the end
+        threading.Thread(target=_unmap, args=(ready,), name="unmap").start()
     return CaptureResult(reading, tree, window.seconds, frozen.ends, starts)
 
 
