@@ -3,8 +3,9 @@
 and how soon it is back with all its memory.
 
 The kinds take turns in both orders, so that what one leaves in the machine's caches helps the other
-as often. Restores get warm memory (`benchmarks.reserve`): a file that exists until the restored job
-runs leaves no memory for it, and a virtual machine's cold memory would be all that is seen.
+as often. Restores get warm memory (`benchmarks.reserve`). A file that exists until the restored job
+runs keeps its memory, so the job would get a virtual machine's cold memory. That would hide all
+else.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def _one(
         puppet.end()
     with reserve.lent():
         restored = worker.ask("restore", snapshot=last["snapshot"], mode="full")
-    # The call then still removes what the files have replaced, beside the job.
+    # The call then removes the replaced files while the job runs.
     found.add(f"{kind}, restore", restored["at"]["restore.running"] / 1e9)
     with suppress(ProcessLookupError):
         os.kill(restored["pid"], signal.SIGKILL)

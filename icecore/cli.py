@@ -74,7 +74,7 @@ _OF_REPOSITORY = frozenset({"ls", "show", "diff", "mark", "forget"})
 _SERVED = _OF_REPOSITORY | {
     *("run", "ps", "logs", "attach", "wait", "kill", "rm", "dump", "restore", "schedule"),
 }
-#: New objects that can form cycles, less those that are gone, before cycles are sought.
+#: Garbage is collected when this many more objects that can form cycles were created than freed.
 _ALLOCATIONS = 50_000
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: Options of ``run`` with any of which it supervises the job.
@@ -187,7 +187,7 @@ def program() -> int:
     """Run the command line of this process, which does nothing else; return the exit status.
 
     A command imports hundreds of modules, whose objects live until it ends. So garbage is collected
-    rarely, unless the command runs for long, and not once more at the end: that was a tenth of the
+    rarely, unless the command runs for long, and not again at exit. Collections took a tenth of the
     time of a short command.
     """
     if not _lives_long(split_command(sys.argv[1:])[0]):

@@ -1,4 +1,4 @@
-"""Shared memory that is hashed where it is mapped: the same is found as through a descriptor, and
+"""Shared memory that is hashed in place: the results are the same as through a descriptor, and
 nothing that happens to the object ends this process.
 """
 
@@ -42,8 +42,8 @@ _SIZE = _CELLS * CELL_BYTES
 
 
 class Object:
-    """A memfd with random pages and holes; ``mapped`` is as the dumper has it, ``plain`` without its
-    mapping.
+    """A memfd with random pages and holes: ``mapped``, as the dumper has it, and ``plain``, without
+    the mapping.
     """
 
     def __init__(self, seed: int, stack: ExitStack, size: int = _SIZE) -> None:
@@ -105,7 +105,7 @@ def _scan(
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many cells Python read, because C could not."""
+    """Record a read for each cell that Python read because C could not."""
     found: list[int] = []
     read_some = shared.read_some
 
@@ -139,7 +139,7 @@ def _extents(one: SharedObject) -> npt.NDArray[np.void]:
 def test_pages_that_were_read_are_found_in_the_page_table(
     seed: int, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All pages are found, and no others: whatever was read, added, punched out or cut off."""
+    """The same pages are found, whatever was read, added, punched out or truncated."""
     monkeypatch.setattr(shared, "_PIECE", 3 * CELL_BYTES)
     monkeypatch.setattr(shared, "_MOST_PIECES", 1 << 20)
     one = Object(seed, stack)
@@ -150,7 +150,7 @@ def test_pages_that_were_read_are_found_in_the_page_table(
         return data_ranges(file, ranges)
 
     def same() -> int:
-        """Compare, and return in how many bytes data was sought."""
+        """Compare, and return how many bytes were searched for data."""
         expected = _extents(one.plain)
         monkeypatch.setattr(shared, "data_ranges", counted)
         looked.clear()
@@ -178,7 +178,7 @@ def test_pages_that_were_read_are_found_in_the_page_table(
 
 
 def test_holes_that_were_filled_are_found_at_once(stack: ExitStack) -> None:
-    """SEEK_HOLE looks to the end of the data. If each of many gaps did, it would take minutes."""
+    """SEEK_HOLE searches to the end of the data. For each of many gaps, it would take minutes."""
     took = {}
     for cells in (16, 64):
         one = Object(5, stack, cells * CELL_BYTES)
@@ -195,8 +195,8 @@ def test_holes_that_were_filled_are_found_at_once(stack: ExitStack) -> None:
 
 @pytest.mark.parametrize("how", ["punched", "cut off and extended"])
 def test_no_hole_is_filled(how: str, stack: ExitStack, reads: list[int]) -> None:
-    """A read of a page that the mapped file does not have would make one. Here the job has given
-    memory back since it was looked at.
+    """A read through a mapping would allocate a page that the file lacks. Here the job has freed
+    memory since its pages were found.
     """
     one = Object(6, stack)
     plan = one.plan()
@@ -233,8 +233,8 @@ def test_what_is_cut_off_meanwhile_reads_as_zeros(
 
 
 def test_what_is_kept_is_what_was_hashed(stack: ExitStack) -> None:
-    """Another process writes to the object all the time, so what is hashed in place is not what is
-    copied afterwards.
+    """Another process writes to the object all the time, so what is hashed in place differs from
+    what is copied afterwards.
     """
     one = Object(2, stack)
     code = f"""
@@ -327,7 +327,7 @@ def test_a_guarded_read_of_what_is_gone_fails(tmp_path: Path) -> None:
 
 
 def scan_beside_a_cutter() -> None:
-    """Scan an object that another process cuts off and extends all the time, in this process."""
+    """Scan an object, in this process, while another process truncates and extends it."""
     with ExitStack() as stack:
         one = Object(7, stack)
         plan, known = one.plan(), KnownCells.none()
@@ -363,7 +363,7 @@ def test_an_object_that_is_cut_off_all_the_time() -> None:
 
 
 def _touch_what_is_gone() -> None:
-    """Read a mapping of a file that is empty now."""
+    """Read a mapping of a file that has become empty."""
     file = os.memfd_create("gone")
     os.ftruncate(file, PAGE)
     there = mmap.mmap(file, PAGE)
@@ -379,7 +379,7 @@ _CAUSES = {"fault": _touch_what_is_gone, "sent": _send}
 
 
 def scan_and_die(before: str, cause: str) -> None:
-    """Scan what is cut off meanwhile, and then get a SIGBUS, in this process."""
+    """Scan an object that has been truncated, and then get a SIGBUS, in this process."""
     if before == "faulthandler":
         faulthandler.enable()
     elif before == "handler":
@@ -396,8 +396,8 @@ def scan_and_die(before: str, cause: str) -> None:
         assert _scan(one.mapped, plan, known, {}).changed.tolist() == [0]
         print("scanned", flush=True)
         _CAUSES[cause]()
-        time.sleep(0.1)  # a handler of Python's runs between two instructions
-        # It has lived on, and is guarded as before.
+        time.sleep(0.1)  # a Python handler runs between two instructions
+        # The process survived. Its reads are guarded as before.
         one = Object(4, stack, CELL_BYTES)
         os.ftruncate(one.file, 0)
         assert _scan(one.mapped, plan, known, {}).changed.tolist() == [0]
@@ -408,7 +408,7 @@ def scan_and_die(before: str, cause: str) -> None:
     [
         *(("default", cause) for cause in _CAUSES),
         *(("faulthandler", cause) for cause in _CAUSES),
-        # After a fault, a handler of Python's returns, and the fault repeats itself for ever.
+        # After a fault, a Python handler returns first, so the fault would repeat forever.
         ("handler", "sent"),
         *(("ignored", cause) for cause in _CAUSES),
     ],

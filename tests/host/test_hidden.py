@@ -227,7 +227,7 @@ def test_a_process_with_very_many_mappings(tmp_path: Path) -> None:
 
 @needs_library
 def test_mappings_of_no_file_are_told_without_the_kernel(tmp_path: Path) -> None:
-    """The answers are the kernel's, and those about mappings of no file are remembered."""
+    """The answers are those of the kernel. Those about mappings without a file are remembered."""
     code = """
     a = anonymous(3 << 20)
     shared = anonymous(1 << 20, flags=0x21)
@@ -254,7 +254,7 @@ def test_mappings_of_no_file_are_told_without_the_kernel(tmp_path: Path) -> None
         assert asked.stdin is not None and asked.stdout is not None and asked.stdout.readline()
 
         def answer(name: str) -> list[int]:
-            """What lstat and open return."""
+            """Return the error numbers of lstat and open; 0: success."""
             assert asked.stdin is not None and asked.stdout is not None
             print(name, file=asked.stdin, flush=True)
             return [int(word) for word in asked.stdout.readline().split()]

@@ -253,7 +253,7 @@ def test_what_appeared():
 
 
 def test_a_process_that_ends_while_it_is_looked_at_is_not_found():
-    """The kernel refuses a link of /proc with EACCES if the process goes while it is followed."""
+    """The kernel refuses a link of /proc with EACCES if the process ends while it is followed."""
     code = """
     import signal, time
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

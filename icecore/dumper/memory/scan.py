@@ -35,7 +35,7 @@ class Source(Protocol):
         process: Pid of the process whose memory it is; None: not a process.
         file: Descriptor of a file whose offsets are the addresses; None: it cannot be read so. If
             both are there, the file is read, but for what `scan` is told to read from the process.
-        mapped: The file as it is mapped here; None: it is not.
+        mapped: The file's mapping in this process; None: it is not mapped.
     """
 
     @property

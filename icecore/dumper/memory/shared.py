@@ -35,15 +35,15 @@ from icecore.sizes import PAGE
 from icecore.store.format.manifest import Region, SpaceKind
 
 Extents = npt.NDArray[np.void]
-#: u8[n, 2]: begin and end of each, in bytes.
+#: u8[n, 2]: start and end of each, in bytes.
 Ranges = npt.NDArray[np.uint64]
 
 #: Smaller objects are left to CRIU, and so are all but the largest: each takes a descriptor.
 LEAST_BYTES = 1 << 20
 _MOST = 256
 _SYSTEM_V = "/SYSV"
-#: Bytes in which one thread looks for data at a time, at least, and into how many pieces an object
-#: is cut, at most.
+#: Minimum bytes that a thread searches for data at a time, and maximum number of pieces into which
+#: an object is cut for that.
 _PIECE, _MOST_PIECES = 256 << 20, 128
 
 
@@ -57,7 +57,7 @@ class SharedObject:
         used: Bytes of memory that it had then.
         system_v: Whether it is a System V segment. Then ``inode`` is its identifier, which an
             object of another kind may have, too.
-        in_memory: Whether it lies on a tmpfs, and not on a disk or another machine.
+        in_memory: Whether it is on a tmpfs, not on a disk or another machine.
         mapped: See `icecore.dumper.memory.scan.Source`.
     """
 
@@ -104,8 +104,8 @@ class SharedObject:
         return _merged(all_[np.argsort(all_[:, 0])])
 
     def _mapped_pages(self, size: int) -> npt.NDArray[np.uint64]:
-        """Return the pages up to ``size`` that this process has read through its mapping and that are
-        still there: u8[n, 2], begin and end. To ask its page table is quicker than to ask the file.
+        """Return the pages up to ``size`` that this process has read through its mapping and that
+        still exist, as u8[n, 2]: start and end. Its page table answers faster than the file.
         """
         end = min(size, self.mapped.size) if self.mapped is not None else 0
         if self.mapped is None or not end or not scan_supported():
@@ -133,17 +133,20 @@ class SharedMemory:
     kind: SpaceKind = "shared"
 
     def map(self, stack: ExitStack) -> Self:
-        """Map what lies in memory, so that it is hashed in place, without a copy: that is three times
-        as fast, for pages that have been read through the mapping before. (Files on a disk have
-        larger pages, which are copied as fast.)
+        """Map the objects that are in memory, so that scans hash them in place, without a copy.
+        This is three times as fast for pages that were read through the mapping before. Files on a
+        disk have larger pages, which are copied just as fast.
 
         Args:
-            stack: Unmaps it.
+            stack: Unmaps them.
+
+        Returns:
+            The same objects, with their mappings.
         """
         objects = {}
         for key, one in self.objects.items():
             if one.in_memory and one.size >= PAGE:
-                with suppress(OSError):  # not enough address space; it is read
+                with suppress(OSError):  # not enough address space: read the descriptor
                     mapped = MappedFile(one.descriptor, one.size)
                     stack.callback(mapped.close)
                     one = replace(one, mapped=mapped)
@@ -151,7 +154,7 @@ class SharedMemory:
         return replace(self, objects=objects)
 
     def unmap(self) -> None:
-        """Unmap what is mapped."""
+        """Unmap all objects."""
         for one in self.objects.values():
             if one.mapped is not None:
                 one.mapped.close()
@@ -301,14 +304,14 @@ def _open(path: str, device: int, inode: int, system_v: bool) -> SharedObject | 
 
 
 def _gaps(ranges: Ranges, size: int) -> Ranges:
-    """Return what lies between ranges (begin, end; ascending, disjoint) from 0 to ``size``."""
+    """Return the gaps between ranges (start, end; ascending, disjoint) from 0 to ``size``."""
     low = np.concatenate((np.zeros(1, np.uint64), ranges[:, 1]))
     high = np.concatenate((ranges[:, 0], np.array([size], np.uint64)))
     return np.column_stack([low, high])[high > low]
 
 
 def _pieces(ranges: Ranges, size: int) -> list[Ranges]:
-    """Cut ranges, and return them in groups of about ``size`` bytes."""
+    """Cut ranges into parts, and return the parts in groups of about ``size`` bytes."""
     counts = -(-(ranges[:, 1] - ranges[:, 0]).astype(np.int64) // size)
     number = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     cut = np.repeat(ranges, counts, axis=0)
@@ -319,7 +322,7 @@ def _pieces(ranges: Ranges, size: int) -> list[Ranges]:
 
 
 def _merged(ranges: Ranges) -> Extents:
-    """Return ranges (begin, end; ascending) as EXTENT records, with neighbours joined. Two ranges
+    """Return ranges (start, end; ascending) as EXTENT records, with neighbours joined. Two ranges
     of a file that changed while they were looked up may have a page in common.
     """
     low = ranges[:, 0] // np.uint64(PAGE)

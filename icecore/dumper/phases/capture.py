@@ -77,7 +77,7 @@ def capture(request: Request, ready: Ready, frozen: Frozen, running: Phase) -> C
 
 
 def _unmap(ready: Ready) -> None:
-    """Give up the mappings of shared memory, beside what is left to do."""
+    """Unmap shared memory and files while the dump goes on."""
     for memory in (ready.shared, ready.files):
         memory.unmap()
 

@@ -1,10 +1,10 @@
-/* Preloaded into CRIU: it is told which mappings have no file without asking the kernel.
+/* Preloaded into CRIU: tells it without the kernel which mappings have no file.
  *
- * CRIU (4.0 to 4.2: criu/proc_parse.c, vma_get_mapfile) asks for the link of each mapping in
- * /proc/PID/map_files, opens it unless the mapping before had no file either (mappings.c), and takes
- * ENOENT for "no file". For each question the kernel looks for the process and its mapping again. A
- * process with many libraries has hundreds of mappings of no file, and the tree stands still. Mappings
- * of files are asked for as before.
+ * CRIU (4.0 to 4.2: criu/proc_parse.c, vma_get_mapfile) looks up the link of each mapping in
+ * /proc/PID/map_files. It opens the link (mappings.c) unless the mapping before had no file either,
+ * and takes ENOENT for "no file". For each call, the kernel looks up the process and its mapping
+ * again. A process with many libraries has hundreds of mappings without a file, and the tree stands
+ * still meanwhile. For mappings of files, the kernel answers as before.
  */
 #define _GNU_SOURCE
 #include "process_maps.h"

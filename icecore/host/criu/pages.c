@@ -9,13 +9,13 @@
  * takes a descriptor for every 2 MiB.
  *
  * Where ICECORE_HIDDEN names a file, PAGEMAP_SCAN (criu/pagemap-cache.c, pmc_fill) of another process
- * finds nothing in hidden mappings (hideable). For each part of the requested range that lies in such
- * a mapping, a struct hidden is appended to that file.
+ * finds nothing in hidden mappings (process_maps.c). For each part of the requested range that lies
+ * in such a mapping, a struct hidden is appended to that file.
  *
  * The kernel answers for everything else: stacks, the kernel's own mappings (the vDSO, for example),
  * executable mappings of files (CRIU has system calls made in them, which changes pages), small
- * executable mappings of no file, files below /dev, anonymous huge pages, and shared memory (see
- * shared.c). It also answers the search for guard pages.
+ * executable mappings without a file, files below /dev, anonymous huge pages, and shared memory
+ * (see shared.c). It also answers the search for guard pages.
  */
 #define _GNU_SOURCE
 #include "../kernel/pagemap_scan.h"
@@ -44,8 +44,8 @@ static bool note(const struct hidden *entries, size_t count)
 	struct stat now;
 	ssize_t size = (ssize_t)(count * sizeof *entries);
 
-	/* CRIU closes only its own descriptors. If it closes this one all the same, and uses its number
-	 * again, the file is opened once more. */
+	/* CRIU closes only its own descriptors. If it closes this one nevertheless, and reuses its
+	 * number, the file is opened again. */
 	if (file < 0 || fstat(file, &now) || now.st_dev != opened.st_dev ||
 	    now.st_ino != opened.st_ino) {
 		file = open(hidden_file(), O_WRONLY | O_APPEND | O_CLOEXEC);
@@ -59,7 +59,7 @@ static bool note(const struct hidden *entries, size_t count)
 	return write(file, entries, (size_t)size) == size;
 }
 
-/* Find the parts of hidden memory from `start` to `end`. Returns their number; -1: no room, or the
+/* Find the parts of hidden memory from `start` to `end`. Return their number; -1: no room, or the
  * mappings cannot be read. */
 static ssize_t parts_of(pid_t pid, uint64_t start, uint64_t end, struct hidden *parts, size_t room)
 {

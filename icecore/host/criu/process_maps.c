@@ -1,8 +1,8 @@
-/* Preloaded into CRIU: what other files here ask of /proc, once for each process.
+/* Preloaded into CRIU: reads what other files here need from /proc, once for each process.
  *
- * CRIU has one thread, and comes to one process after the other. Before it asks for the pages of a
- * process, or for the files of its mappings, it has read the mappings. After that, it adds mappings of
- * its own to the process, and makes some readable; it asks for neither.
+ * CRIU has one thread, and handles one process after another. Before it asks for the pages of a
+ * process, or for the files of its mappings, it has read the mappings. After that, it adds mappings
+ * of its own to the process, and makes some readable; it asks for neither.
  */
 #define _GNU_SOURCE
 #include "process_maps.h"
@@ -14,8 +14,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-/* Executable mappings of no file that are smaller than this are left to CRIU. After a restore under
- * another kernel, one may be the old vDSO, which CRIU recognises and writes whole. */
+/* Executable mappings without a file that are smaller than this are left to CRIU. After a restore
+ * under another kernel, one may be the old vDSO, which CRIU recognises and writes whole. */
 #define LEAST_CODE (((uint64_t)2 << 20) + 4096)
 #define ROOM ((size_t)256 << 10)
 
@@ -65,8 +65,8 @@ static char *contents(const char *path)
 	return text;
 }
 
-/* Read a line of /proc/PID/maps (proc_pid_maps(5)); false if it is none. What is hidden is private
- * memory of no file, or of a file if it is not executable. */
+/* Parse a line of /proc/PID/maps (proc_pid_maps(5)); return false if it is none. Private memory
+ * without a file is hideable, and that of a file if it is not executable. */
 static bool parse(const char *line, struct mapping *found)
 {
 	char executable, private;
@@ -154,7 +154,7 @@ pid_t owner_of(int descriptor, const char *name, struct owner *last)
 
 	if (fstat(descriptor, &about))
 		return 0;
-	/* An inode of /proc has its number for itself while it is open. */
+	/* While an inode of /proc is open, no other has its number. */
 	if (last->pid && last->descriptor == descriptor && last->device == about.st_dev &&
 	    last->inode == about.st_ino)
 		return last->pid;

@@ -1,4 +1,4 @@
-/* The mappings of the process that CRIU is at. */
+/* The mappings of the process that CRIU handles. */
 #ifndef ICECORE_PROCESS_MAPS_H
 #define ICECORE_PROCESS_MAPS_H
 
@@ -9,11 +9,11 @@
 
 struct mapping {
 	uint64_t start, end;
-	bool hideable; /* kept from CRIU (pages.c) */
+	bool hideable; /* its pages are hidden from CRIU (pages.c) */
 	bool of_no_file;
 };
 
-/* Whose directory or file of /proc a descriptor is: what was found last. */
+/* The last answer of owner_of: a process, and the descriptor of its directory or file in /proc. */
 struct owner {
 	int descriptor;
 	dev_t device;
@@ -21,21 +21,20 @@ struct owner {
 	pid_t pid;
 };
 
-/* Return the file in which everything is recorded that CRIU does not see (ICECORE_HIDDEN); NULL:
- * CRIU sees everything. */
+/* Return the file that records what is hidden from CRIU (ICECORE_HIDDEN); NULL: nothing is. */
 const char *hidden_file(void);
 
-/* Return the mappings of a process, ascending; NULL if they cannot be read. They are kept until
- * another process is asked for. */
+/* Return the mappings of a process, ascending; NULL if they cannot be read. They are valid until a
+ * call for another process. */
 const struct mapping *mappings_of(pid_t pid, size_t *count);
 
-/* Return the first mapping that ends behind an address, or the end of the array. */
+/* Return the first mapping that ends after an address, or the end of the array. */
 const struct mapping *mapping_behind(const struct mapping *mappings, size_t count, uint64_t at);
 
-/* Return whether this is the name of a mapping of no file in a directory /proc/PID/map_files. */
+/* Return whether a name in a directory /proc/PID/map_files is that of a mapping without a file. */
 bool names_no_file(int directory, const char *name);
 
-/* Return the process to which a descriptor of /proc/PID/NAME belongs; 0: it is none, or our own. */
+/* Return the PID if a descriptor is open on /proc/PID/NAME; 0: it is not, or PID is CRIU itself. */
 pid_t owner_of(int descriptor, const char *name, struct owner *last);
 
 #endif

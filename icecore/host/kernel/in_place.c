@@ -10,8 +10,8 @@
 #define PAGE ((size_t)4096)
 #define MOST ((size_t)256) /* pages of a cell */
 
-/* Where a read of a mapping goes on if a page cannot be had. The model of the variable lets a handler
- * read it without a call that may allocate. */
+/* Where a guarded read resumes if a page is not available. With the initial-exec model, a handler
+ * reads the variable without a call that may allocate. */
 static __thread sigjmp_buf *volatile guarded __attribute__((tls_model("initial-exec")));
 static struct sigaction before;
 
@@ -25,20 +25,20 @@ static void on_lost_page(int number, siginfo_t *info, void *context)
 		guarded = NULL;
 		siglongjmp(*place, 1);
 	}
-	/* Not one of these reads: it is as if this handler were not there. */
+	/* Not a guarded read: act as if this handler were not there. */
 	if (before.sa_flags & SA_SIGINFO)
 		before.sa_sigaction(number, info, context);
 	else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN)
 		before.sa_handler(number);
 	else if (before.sa_handler == SIG_DFL || !sent) {
-		sigaction(number, &none, NULL); /* a fault repeats itself */
+		sigaction(number, &none, NULL); /* a fault occurs again */
 		if (sent)
 			raise(number);
 	}
 }
 
-/* Has SIGBUS come here first; 0, or -1. Not to be called by two threads at once. The mask of the
- * thread is left alone, so that a read need not save it. */
+/* Install the handler for SIGBUS. Return 0, or -1 if that fails. Two threads must not call this at
+ * once. The handler leaves the thread's signal mask unchanged, so a read need not save it. */
 __attribute__((visibility("default"))) int64_t guard_reads(void)
 {
 	struct sigaction now, own = {.sa_sigaction = on_lost_page};

@@ -1,7 +1,7 @@
-/* Cells of a file that is mapped into this process: hashed where they are, without a copy.
+/* Hashes cells of a file that is mapped into this process where they are, without a copy.
  *
- * The file may be shortened meanwhile, and its pages may be lost to an I/O error. Then the read fails,
- * where any other read of a mapping would end the process by SIGBUS. */
+ * Meanwhile, the file may be truncated, and its pages may be lost to an I/O error. Then these reads
+ * fail. Any other read of a mapping would end the process by SIGBUS. */
 #ifndef ICECORE_IN_PLACE_H
 #define ICECORE_IN_PLACE_H
 
@@ -15,7 +15,7 @@ struct hash {
 	uint64_t low, high;
 };
 
-/* XXH3's streaming functions: the bitmap that is hashed before a cell does not lie before it. */
+/* XXH3's streaming functions: the bitmap, which is hashed before the cell, is stored elsewhere. */
 struct streaming {
 	void *(*create)(void);
 	int (*reset)(void *state, uint64_t seed);
@@ -24,12 +24,12 @@ struct streaming {
 	int (*destroy)(void *state);
 };
 
-/* Return whether all pages of a cell are in memory. `map` is where offset 0 of the file is mapped, with
- * `size` bytes; runs are addressed by offsets. To read a page that is not there would allocate it in
- * the file. */
+/* Return whether all pages of a cell are in memory. Reading a missing page would allocate it in the
+ * file. `map` is where offset 0 of the file is mapped, `size` is the length of the mapping, and
+ * runs are addressed by file offset. */
 bool is_there(const uint8_t *map, size_t size, const struct iovec *runs, size_t count);
 
-/* These fail if a page cannot be had. */
+/* These return false if a page is not available. */
 bool hash_in_place(const struct streaming *streaming, void *state, const uint8_t *map,
     const struct iovec *runs, size_t count, struct hash *found);
 bool copy_in_place(

@@ -169,10 +169,10 @@ def file_system(path: str) -> int:
 
 
 def mmap(length: int, protection: int, flags: int, descriptor: int) -> int:
-    """Map the first ``length`` bytes of a file and return where they are (mmap(2)).
+    """Map the first ``length`` bytes of a file and return their address (mmap(2)).
 
     Raises:
-        OSError: It cannot be mapped.
+        OSError: The file cannot be mapped.
     """
     address = int(_libc.mmap(None, length, protection, flags, descriptor, 0))
     if address == -1:
@@ -184,7 +184,7 @@ def munmap(address: int, length: int) -> None:
     """Unmap ``length`` bytes at ``address`` (munmap(2)).
 
     Raises:
-        OSError: They are not the whole pages of a mapping.
+        OSError: The kernel refuses the range.
     """
     if _libc.munmap(address, length):
         raise last_error(f"munmap at {address:#x}")

@@ -11,13 +11,13 @@ from icecore.sizes import PAGE
 
 
 class MappedFile:
-    """The whole pages of a file, mapped shared and for reading only: offset 0 is at ``address``. If
-    the file is shortened, a read behind its new end is a SIGBUS, so nothing but a guarded read
-    (in_place.c) may use it.
+    """The whole pages of a file, mapped shared and read-only; offset 0 is at ``address``. If the
+    file is truncated, a read past its new end raises SIGBUS. So only guarded reads (in_place.c) may
+    use the mapping.
 
     Args:
         descriptor: Open for reading; it may be closed afterwards.
-        size: Bytes of the file; a page at the end that is not whole is left out.
+        size: Bytes of the file. A partial page at the end is not mapped.
 
     Raises:
         OSError: The file cannot be mapped, or there is not enough address space.
@@ -34,8 +34,8 @@ class MappedFile:
                 libc.madvise(self.address, self.size, advice)
 
     def close(self) -> None:
-        """Unmap it, which takes about a tenth of a second for each GiB that was read. Several threads
-        may call this.
+        """Unmap the file, which takes about 0.1 s for each GiB that was read. Several threads may
+        call this at once.
         """
         with self._closing:
             if self.size:

@@ -67,7 +67,7 @@ class _ScanArgument(ctypes.Structure):
 
 
 class Pagemap:
-    """The page map of one process, kept open. Several threads may ask at once."""
+    """The page map of a process ("self": this one), kept open. Several threads may ask at once."""
 
     def __init__(self, pid: int | Literal["self"]) -> None:
         self.pid = pid

@@ -137,10 +137,10 @@ class Descriptor:
 
 @contextmanager
 def looking_at(pid: int | str) -> Iterator[None]:
-    """Turn what the kernel says of a process that ended meanwhile into `NotFound`.
+    """Raise `NotFound` where the kernel reports that the process has ended.
 
-    A link of /proc (ns/user, exe, fd/3) that was found and whose process is then gone is refused
-    with EACCES (fs/proc/base.c, proc_pid_get_link), as if this process might not follow it.
+    If the process ends after a link of /proc (ns/user, exe, fd/3) was found, the kernel refuses the
+    link with EACCES (fs/proc/base.c, proc_pid_get_link), as if this process lacked permission.
     """
     try:
         yield

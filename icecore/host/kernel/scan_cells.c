@@ -1,6 +1,6 @@
 /* Reads cells of another process's memory, or of a file, and fingerprints them, one after the other.
- * The slot contains the cell that it ends with. Cells of a file that is mapped are copied there only
- * if they are not known.
+ * If the scan stops at a changed cell, the slot contains that cell. Cells of a mapped file are
+ * copied to the slot only if they are not known.
  *
  * icecore/dumper/memory/scan.py could do the same, but in Python each cell costs two calls, after
  * each of which the thread waits for the interpreter's lock. The hash is XXH3
@@ -38,8 +38,8 @@ struct cells {
 	int64_t pid; /* of the process; -1: a file is read */
 	int64_t file; /* the file's descriptor; addresses are offsets in it */
 	const uint8_t *by_file; /* n; not 0: the file is read; NULL: it is if there is no process */
-	const uint8_t *map; /* where the file is mapped; NULL: it is not, or cannot be hashed there */
-	uint64_t mapped; /* bytes */
+	const uint8_t *map; /* of the file; NULL: not mapped, or cannot be hashed in place */
+	uint64_t mapped; /* size of the mapping in bytes */
 	struct streaming streaming;
 };
 
@@ -61,7 +61,7 @@ static bool is_of_file(const struct cells *cells, int64_t i)
 	return cells->pid < 0 || (cells->by_file && cells->by_file[i]);
 }
 
-/* Whether a cell can be read where it is mapped. */
+/* Return whether a cell can be read where it is mapped. */
 static bool is_mapped(const struct cells *cells, int64_t i)
 {
 	uint32_t first = cells->first_run[i];
@@ -71,7 +71,7 @@ static bool is_mapped(const struct cells *cells, int64_t i)
 		cells->first_run[i + 1] - first);
 }
 
-/* The whole cell in as few calls as possible. */
+/* Read a whole cell in as few calls as possible. */
 static bool read_cell(const struct cells *cells, int64_t i, uint8_t *slot, bool mapped)
 {
 	const struct iovec *runs = cells->runs + cells->first_run[i];
@@ -90,8 +90,8 @@ static bool read_cell(const struct cells *cells, int64_t i, uint8_t *slot, bool 
 	return true;
 }
 
-/* Whether a cell that is mapped is the one that is known; its fingerprint is written if it is. If it
- * cannot be told, it is not. */
+/* Return whether a mapped cell is the known one. If so, its fingerprint is written. Return false if
+ * a page is not available. */
 static bool is_known_in_place(const struct cells *cells, int64_t i, void *state)
 {
 	uint32_t first = cells->first_run[i];
@@ -108,15 +108,15 @@ static bool is_known_in_place(const struct cells *cells, int64_t i, void *state)
 	return !memcmp(fingerprint, known, FINGERPRINT);
 }
 
-/* Where the data of a file in `ranges` (pairs of `count`) begins and ends. Writes pairs to `found`, and
- * returns their number, or -1 if the file cannot tell. `*done` is set to the number of ranges that are
- * finished. If `found` is full, the start of the next range is moved to where the search has to go on.
- * The file may change meanwhile. */
+/* Find where a file has data in `ranges` (`count` pairs of start and end). Write pairs to `found`,
+ * and return their number, or -1 if the search fails. Set `*done` to the number of finished ranges.
+ * If `found` is full, move the start of the next range to where the search has to continue. The
+ * file may change meanwhile. */
 __attribute__((visibility("default"))) int64_t find_data(
     int64_t file, uint64_t *ranges, int64_t count, uint64_t *found, int64_t room, int64_t *done)
 {
 	int64_t out = 0;
-	uint64_t known = 0; /* up to where there is data: SEEK_HOLE may look far beyond a range */
+	uint64_t known = 0; /* end of the data found last: SEEK_HOLE may search past a range */
 
 	for (*done = 0; *done < count; ++*done) {
 		uint64_t *at = &ranges[2 * *done], end = at[1];
@@ -137,8 +137,8 @@ __attribute__((visibility("default"))) int64_t find_data(
 			if (high < 0 && errno != ENXIO)
 				return -1;
 			if (high < 0)
-				break; /* it ends before that now */
-			if (high <= low) { /* a hole now */
+				break; /* the file now ends before that */
+			if (high <= low) { /* now a hole */
 				*at = (uint64_t)low + PAGE;
 				continue;
 			}
@@ -187,8 +187,9 @@ static int64_t scan(const struct cells *cells, int64_t start, int64_t stop, uint
 	return stop;
 }
 
-/* Cells from `start` to `stop`, up to one that is not known or cannot be read in one call: its
- * number, and why; else `stop`. `slot` has room for a cell, and before it for its bitmap. */
+/* Scan cells from `start` to `stop`, up to one that is not known or cannot be read in one call.
+ * Return its number, or `stop`, and set `*why`. `slot` has room for a cell, and before it for its
+ * bitmap. */
 __attribute__((visibility("default"))) int64_t scan_cells(
     const struct cells *cells, int64_t start, int64_t stop, uint8_t *slot, int64_t *why)
 {

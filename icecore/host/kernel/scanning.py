@@ -1,5 +1,5 @@
 """Work in C, without the interpreter: read and fingerprint cells of a process or a file
-(scan_cells.c; in_place.c if the file is mapped), and read files of /proc (proc_files.c).
+(scan_cells.c; in_place.c for mapped files), and read files of /proc (proc_files.c).
 
 The library is used only if its fingerprints are those of xxhash.
 """
@@ -29,7 +29,7 @@ ALL_KNOWN, CHANGED, NOT_READ = range(3)
 
 #: XXH3's 128-bit hash with a seed: one that chooses the processor's instructions first.
 _NAMES = ("XXH3_128bits_withSeed_dispatch", "XXH3_128bits_withSeed")
-#: The same hash of data that comes in pieces, in the order of `_Streaming`.
+#: Functions for the same hash of data in pieces, in the order of `_Streaming`.
 _STREAMING = (
     ("XXH3_createState",),
     ("XXH3_128bits_reset_withSeed",),
@@ -122,8 +122,8 @@ class NativeScan:
         file: A descriptor that is open for reading, whose offsets are the addresses.
         by_file: u1[n], not 0 for the cells that are read from the file; None: those of a process are
             read from the process.
-        mapped: The file as it is mapped here. Cells within it are hashed where they are, and copied
-            only if they are not known. The caller keeps it while the scan goes on.
+        mapped: The file's mapping in this process. Cells in it are hashed in place, and copied only
+            if they are not known. It must not be closed before the scan ends.
     """
 
     def __init__(
@@ -181,18 +181,18 @@ class NativeScan:
 
 
 def data_ranges(file: int, ranges: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64] | None:
-    """Return where a file has data, by SEEK_DATA and SEEK_HOLE.
+    """Find where a file has data, by SEEK_DATA and SEEK_HOLE.
 
     Args:
         file: Descriptor whose position nothing else uses.
-        ranges: u8[n, 2], where to look. The call changes it.
+        ranges: u8[n, 2], start and end of each range to search. The call changes it.
 
     Returns:
-        u8[m, 2], begin and end of each run of data, in the order of the ranges; None: the native
-        library was not built.
+        u8[m, 2]: start and end of each run of data, in the order of the ranges. None: the native
+        library cannot be used (`native_scan_lacks`).
 
     Raises:
-        OSError: The file cannot tell.
+        OSError: The search failed.
     """
     if native_scan_lacks():
         return None
@@ -311,11 +311,12 @@ def _hash_address() -> int:
 
 @functools.cache
 def _streaming() -> _Streaming | None:
-    """Return the streaming functions; None if there are none that compute what the package does."""
+    """Return the streaming functions; None if no library has any that agree with the package."""
     return next(filter(None, map(_streaming_of, _hash_libraries())), None)
 
 
 def _hash_libraries() -> Iterator[ctypes.CDLL]:
+    """Yield the libraries that may have XXH3."""
     package = importlib.util.find_spec("xxhash._xxhash")
     for name in (package.origin if package else None, "libxxhash.so.0"):
         with suppress(OSError):
@@ -324,6 +325,7 @@ def _hash_libraries() -> Iterator[ctypes.CDLL]:
 
 
 def _streaming_of(library: ctypes.CDLL) -> _Streaming | None:
+    """Return a library's streaming functions; None if it lacks any, or they hash differently."""
     functions: list[Any] = []
     for names in _STREAMING:
         there = [name for name in names if hasattr(library, name)]
