@@ -75,7 +75,7 @@ _SERVED = _OF_REPOSITORY | {
     *("run", "ps", "logs", "attach", "wait", "kill", "rm", "dump", "restore", "schedule"),
 }
 #: Garbage is collected when this many more objects that can form cycles were created than freed.
-_ALLOCATIONS = 50_000
+_GC_THRESHOLD = 50_000
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: Options of ``run`` with any of which it supervises the job.
 _SUPERVISING = frozenset({"--resume", "--every", "--on-term", "--restart"})
@@ -191,7 +191,7 @@ def program() -> int:
     time of a short command.
     """
     if not _lives_long(split_command(sys.argv[1:])[0]):
-        gc.set_threshold(_ALLOCATIONS)
+        gc.set_threshold(_GC_THRESHOLD)
     try:
         return main()
     finally:

@@ -57,7 +57,7 @@ class SharedObject:
         used: Bytes of memory that it had then.
         system_v: Whether it is a System V segment. Then ``inode`` is its identifier, which an
             object of another kind may have, too.
-        in_memory: Whether it is on a tmpfs, not on a disk or another machine.
+        on_tmpfs: Whether it is on a tmpfs, not on a disk or another machine.
         mapped: See `icecore.dumper.memory.scan.Source`.
     """
 
@@ -68,7 +68,7 @@ class SharedObject:
     system_v: bool
     size: int
     used: int
-    in_memory: bool = True
+    on_tmpfs: bool = True
     mapped: MappedFile | None = None
 
     process = None
@@ -104,8 +104,9 @@ class SharedObject:
         return _merged(all_[np.argsort(all_[:, 0])])
 
     def _mapped_pages(self, size: int) -> npt.NDArray[np.uint64]:
-        """Return the pages up to ``size`` that this process has read through its mapping and that
-        still exist, as u8[n, 2]: start and end. Its page table answers faster than the file.
+        """Return the pages up to ``size`` that are in this process's page table, as u8[n, 2]: start
+        and end. They exist, because a page that the file loses leaves the page table, too. The page
+        table answers faster than the file.
         """
         end = min(size, self.mapped.size) if self.mapped is not None else 0
         if self.mapped is None or not end or not scan_supported():
@@ -145,7 +146,7 @@ class SharedMemory:
         """
         objects = {}
         for key, one in self.objects.items():
-            if one.in_memory and one.size >= PAGE:
+            if one.on_tmpfs and one.size >= PAGE:
                 with suppress(OSError):  # not enough address space: read the descriptor
                     mapped = MappedFile(one.descriptor, one.size)
                     stack.callback(mapped.close)

@@ -36,7 +36,7 @@ bool names_no_file(int directory, const char *name)
 	const struct mapping *all = pid ? mappings_of(pid, &count) : NULL;
 	if (!all)
 		return false;
-	const struct mapping *one = mapping_behind(all, count, start);
+	const struct mapping *one = mapping_after(all, count, start);
 	return one < all + count && one->start == start && one->end == end && one->of_no_file;
 }
 

@@ -68,7 +68,7 @@ static ssize_t parts_of(pid_t pid, uint64_t start, uint64_t end, struct hidden *
 
 	if (!mappings)
 		return -1;
-	for (const struct mapping *one = mapping_behind(mappings, all, start);
+	for (const struct mapping *one = mapping_after(mappings, all, start);
 	     one < mappings + all && one->start < end; one++) {
 		if (!one->hideable)
 			continue;

@@ -1,8 +1,8 @@
 /* Preloaded into CRIU: reads what other files here need from /proc, once for each process.
  *
- * CRIU has one thread, and handles one process after another. Before it asks for the pages of a
- * process, or for the files of its mappings, it has read the mappings. After that, it adds mappings
- * of its own to the process, and makes some readable; it asks for neither.
+ * CRIU has one thread, and handles one process after another, which stands still. Later, CRIU adds
+ * mappings of its own to the process, for which it does not ask, and makes some readable, which
+ * changes no answer.
  */
 #define _GNU_SOURCE
 #include "process_maps.h"
@@ -132,7 +132,7 @@ const struct mapping *mappings_of(pid_t pid, size_t *count)
 	return known.mappings;
 }
 
-const struct mapping *mapping_behind(const struct mapping *mappings, size_t count, uint64_t at)
+const struct mapping *mapping_after(const struct mapping *mappings, size_t count, uint64_t at)
 {
 	size_t low = 0, high = count;
 

@@ -29,7 +29,7 @@ const char *hidden_file(void);
 const struct mapping *mappings_of(pid_t pid, size_t *count);
 
 /* Return the first mapping that ends after an address, or the end of the array. */
-const struct mapping *mapping_behind(const struct mapping *mappings, size_t count, uint64_t at);
+const struct mapping *mapping_after(const struct mapping *mappings, size_t count, uint64_t at);
 
 /* Return whether a name in a directory /proc/PID/map_files is that of a mapping without a file. */
 bool names_no_file(int directory, const char *name);

@@ -18,10 +18,11 @@ static struct sigaction before;
 static void on_lost_page(int number, siginfo_t *info, void *context)
 {
 	sigjmp_buf *place = guarded;
-	bool sent = info->si_code <= 0;
+	/* A signal that was sent, or tells of bad memory elsewhere, does not occur again. */
+	bool once = info->si_code <= 0 || info->si_code == BUS_MCEERR_AO;
 	struct sigaction none = {.sa_handler = SIG_DFL};
 
-	if (place && !sent && info->si_code != BUS_MCEERR_AO) {
+	if (place && !once) {
 		guarded = NULL;
 		siglongjmp(*place, 1);
 	}
@@ -30,9 +31,9 @@ static void on_lost_page(int number, siginfo_t *info, void *context)
 		before.sa_sigaction(number, info, context);
 	else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN)
 		before.sa_handler(number);
-	else if (before.sa_handler == SIG_DFL || !sent) {
-		sigaction(number, &none, NULL); /* a fault occurs again */
-		if (sent)
+	else if (before.sa_handler == SIG_DFL || !once) {
+		sigaction(number, &none, NULL);
+		if (once)
 			raise(number);
 	}
 }

@@ -11,6 +11,7 @@ import errno
 import functools
 import importlib.util
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -42,6 +43,7 @@ _PROBE = bytes(range(256)) * 5
 _RANGES, _MORE_RANGES = 4096, 1 << 16
 
 
+_GUARDING = threading.Lock()  # guard_reads must not be called by several threads at once
 #: What the library exports besides `scan_cells`.
 _CALLS = ("find_data", "find_runs", "copy_file", "guard_reads")
 
@@ -147,8 +149,9 @@ class NativeScan:
         ):
             raise ValueError("by_file is not what the scan takes")
         streaming = _streaming() if mapped is not None else None
-        if streaming is not None and _library().guard_reads():
-            streaming = None
+        with _GUARDING:
+            if streaming is not None and _library().guard_reads():
+                streaming = None
         self._columns = columns
         self._cells = _Cells(
             *(getattr(columns, name).ctypes.data for name in Columns._fields),
