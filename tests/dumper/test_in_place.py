@@ -351,7 +351,8 @@ while True:
 
 
 def _in_a_process_of_its_own(call: str) -> subprocess.CompletedProcess[str]:
-    code = f"import tests.dumper.test_in_place as test; test.{call}"
+    root = str(Path(__file__).parents[2])  # last: an installed icecore comes before the sources
+    code = f"import sys; sys.path.append({root!r}); import tests.dumper.test_in_place as test; test.{call}"
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
