@@ -133,6 +133,23 @@ def test_a_thread_of_the_kernel(store: Store) -> None:
     assert list(refused(store, Target(2, "job"))) == ["kernel-thread"]
 
 
+def test_a_descriptor_that_changes_while_it_is_looked_at(puppet: Puppet) -> None:
+    """A device is judged by what was read of it at once, not by what has its number a moment later."""
+    puppet.do(
+        "def change():\n"
+        "    null, other = os.open('/dev/null', os.O_RDONLY), os.pipe()[0]\n"
+        "    while True: os.dup2(null, 99); os.dup2(other, 99)\n"
+        "import threading; threading.Thread(target=change, daemon=True).start()"
+    )
+    criu, seen, until = find_criu(), set[str](), time.monotonic() + 1.0
+    while time.monotonic() < until:
+        found = inspect_tree(puppet.pid, criu, "/dev/shm", DumpOptions())
+        assert not checks_descriptors.devices(found)
+        (process,) = found.processes
+        seen |= {one.target[:5] for one in process.descriptors if one.number == 99}
+    assert seen == {"/dev/", "pipe:"}
+
+
 def test_a_zombie(store: Store) -> None:
     child = subprocess.Popen(["true"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)

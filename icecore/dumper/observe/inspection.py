@@ -168,21 +168,16 @@ def _process(pid: int, maps: procfs.MapsReader) -> ProcessInspection:
         private_bytes=sizes.get("RssAnon", 0),
         copied_bytes=sizes.get("VmLck", 0) + sizes.get("HugetlbPages", 0),
         sockets=tuple(sockets_of(pid, descriptors)),
-        devices=dict(_devices(pid, descriptors)),
+        devices=dict(_devices(descriptors)),
         mounts=dict(_mounts(pid, descriptors)),
         namespaces=procfs.namespaces(pid),
     )
 
 
-def _devices(
-    pid: int, descriptors: Sequence[procfs.Descriptor]
-) -> Iterable[tuple[int, tuple[int, int]]]:
+def _devices(descriptors: Sequence[procfs.Descriptor]) -> Iterable[tuple[int, tuple[int, int]]]:
     for descriptor in descriptors:
         if stat.S_ISCHR(descriptor.mode) or stat.S_ISBLK(descriptor.mode):
-            try:
-                device = os.stat(f"/proc/{pid}/fd/{descriptor.number}").st_rdev
-            except FileNotFoundError:
-                continue  # closed since
+            device = descriptor.special
             yield descriptor.number, (os.major(device), os.minor(device))
 
 

@@ -115,7 +115,8 @@ class Status:
 @dataclass(frozen=True, slots=True)
 class Descriptor:
     """An open file of a process. ``target`` is what /proc/PID/fd links to, ``flags`` the open(2)
-    flags, ``inode`` and ``device`` of what is open.
+    flags, ``inode`` and ``device`` of what is open, ``special`` the device that a device file stands
+    for.
     """
 
     number: int
@@ -128,6 +129,7 @@ class Descriptor:
     inode: int
     size: int
     links: int
+    special: int
 
     @property
     def writable(self) -> bool:
@@ -521,6 +523,7 @@ def descriptors(pid: int) -> list[Descriptor]:
                 about.st_ino,
                 about.st_size,
                 about.st_nlink,
+                about.st_rdev,
             )
         )
     if not found and not exists(pid):
