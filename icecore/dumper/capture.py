@@ -5,6 +5,7 @@ CRIU has written.
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,6 +53,7 @@ from icecore.store.format.surroundings import Surroundings, read_surroundings
 #: File in CRIU's image directory that lists what CRIU was kept from seeing. As a log, it is not
 #: part of the snapshot.
 HIDDEN_FILE = "hidden.log"
+_OF_PROCESS = re.compile(r"/?proc/(\d+)/")
 _HASH_BYTES = 1 << 20
 
 
@@ -337,6 +339,7 @@ class Capture:
         remove_copies(self._images / HIDDEN_FILE)
         complete(self._images, [*images.processes, *images.shared], self._version)
         _require_no_requests(self._images, captured.standing.pids)
+        _require_no_pids(self._images, captured.standing)
         self._require_stored(captured)
         close_outside(self._images)
         _rename(captured, self._images)
@@ -430,6 +433,19 @@ def _require_no_requests(images: Path, pids: Mapping[int, int]) -> None:
     """
     if (found := asynchronous_io.direct_user(images, pids)) is not None:
         raise DumpFailed(asynchronous_io.unseen(*found), cure=asynchronous_io.CURE)
+
+
+def _require_no_pids(images: Path, standing: Standing) -> None:
+    """Raise if a job with pids of its own has a file of its processes in the machine's /proc open: a
+    restore gives them other pids there, and would not find it.
+    """
+    for file in load_files(images) if standing.namespaces.pid else ():
+        found = _OF_PROCESS.match(file.path)
+        if found and int(found[1]) in standing.pids:
+            raise DumpFailed(
+                f"the job has {file.path} open, which a restore would not find: the processes get other pids in the machine's /proc",
+                cure="dump it again, if the job opens such files for a moment only",
+            )
 
 
 def _rename(captured: Captured, images: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 from icecore.dumper.dump import dump
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
-from icecore.errors import NotFound, RestoreFailed
+from icecore.errors import DumpFailed, NotFound, RestoreFailed
 from icecore.events import Event, Sink, discard
 from icecore.host.criu.libraries import RESTORE_LIBRARY
 from icecore.host.jobs.job import Job
@@ -323,3 +323,37 @@ def test_a_signal_that_comes_in_the_window_is_for_the_instance_that_runs(
     assert lines(restored) == ["there"]
     restored.kill(signal.SIGUSR1)
     assert wait_lines(restored, 1) == ["there", "SIGUSR1"]
+
+
+#: Has a file of its own in /proc open until another file is there.
+OWN_STATUS = """
+import os, sys, time
+status = open("/proc/self/status")
+step = 0
+while True:
+    if status and os.path.exists(sys.argv[1]):
+        status.close()
+        status = None
+    step += 1
+    print(step, status is None, flush=True)
+    time.sleep(0.01)
+"""
+
+
+def test_a_file_of_the_job_in_the_machines_proc_prevents_the_snapshot(
+    trip: Trip, registry: Registry, tmp_path: Path
+) -> None:
+    """In the machine's /proc, a restored job has other pids."""
+    job = registry.start([sys.executable, "-c", OWN_STATUS, str(tmp_path / "close")], name="status")
+    wait_lines(job, 3)
+    with pytest.raises(DumpFailed, match="/status open, which a restore would not find"):
+        take(trip, job)
+    wait_lines(job, len(lines(job)) + 3)
+    (tmp_path / "close").touch()
+    assert eventually(lambda: lines(job)[-1].endswith("True"))
+    snapshot = take(trip, job)
+    job.kill(signal.SIGKILL)
+    job.wait(10)
+    restored = bring_back(trip, registry, snapshot)
+    assert restored.job is not None
+    wait_lines(restored.job, len(lines(restored.job)) + 3)
