@@ -339,7 +339,7 @@ class Capture:
         remove_copies(self._images / HIDDEN_FILE)
         complete(self._images, [*images.processes, *images.shared], self._version)
         _require_no_requests(self._images, captured.standing.pids)
-        _require_no_pids(self._images, captured.standing)
+        _require_no_proc_files(self._images, captured.standing)
         self._require_stored(captured)
         close_outside(self._images)
         _rename(captured, self._images)
@@ -435,7 +435,7 @@ def _require_no_requests(images: Path, pids: Mapping[int, int]) -> None:
         raise DumpFailed(asynchronous_io.unseen(*found), cure=asynchronous_io.CURE)
 
 
-def _require_no_pids(images: Path, standing: Standing) -> None:
+def _require_no_proc_files(images: Path, standing: Standing) -> None:
     """Raise if a job with pids of its own has a file of its processes in the machine's /proc open: a
     restore gives them other pids there, and would not find it.
     """
@@ -444,7 +444,7 @@ def _require_no_pids(images: Path, standing: Standing) -> None:
         if found and int(found[1]) in standing.pids:
             raise DumpFailed(
                 f"the job has {file.path} open, which a restore would not find: the processes get other pids in the machine's /proc",
-                cure="dump it again, if the job opens such files for a moment only",
+                cure="dump it again; if the job keeps such files open, start it with 'icecore run --root private', where it has a /proc of its own",
             )
 
 

@@ -357,3 +357,17 @@ def test_a_file_of_the_job_in_the_machines_proc_prevents_the_snapshot(
     restored = bring_back(trip, registry, snapshot)
     assert restored.job is not None
     wait_lines(restored.job, len(lines(restored.job)) + 3)
+
+
+def test_a_file_of_the_job_in_a_proc_of_its_own_is_restored(
+    trip: Trip, registry: Registry, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", OWN_STATUS, str(tmp_path / "close")]
+    job = registry.start(command, name="status", isolation=ISOLATIONS["root"])
+    wait_lines(job, 3)
+    snapshot = take(trip, job)
+    job.kill(signal.SIGKILL)
+    job.wait(10)
+    restored = bring_back(trip, registry, snapshot)
+    assert restored.job is not None
+    assert wait_lines(restored.job, len(lines(restored.job)) + 3)[-1].endswith("False")
