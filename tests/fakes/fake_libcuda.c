@@ -1179,6 +1179,30 @@ static int lock_calls(unsigned milliseconds)
 	return NOT_READY;
 }
 
+/* As the real driver, through a small buffer and memcpy(3), piece by piece. */
+static char staging[GRANULE];
+
+static bool piecewise(char *at, size_t size, ptr device, int descriptor, bool out)
+{
+	for (size_t done = 0, some; done < size; done += some) {
+		some = size - done < sizeof staging ? size - done : sizeof staging;
+		if (out) {
+			if (descriptor < 0)
+				memmove(staging, (char *)device + done, some);
+			else if (pread(descriptor, staging, some, (off_t)done) != (ssize_t)some)
+				return false;
+			memcpy(at + done, staging, some);
+			continue;
+		}
+		memcpy(staging, at + done, some);
+		if (descriptor < 0)
+			memmove((char *)device + done, staging, some);
+		else if (pwrite(descriptor, staging, some, (off_t)done) != (ssize_t)some)
+			return false;
+	}
+	return true;
+}
+
 /* What is there moves into memory of the process; what is exported is left to whoever has it, and
  * so is what is written there from then on. */
 static int save(void)
@@ -1187,12 +1211,13 @@ static int save(void)
 
 	if (all &&
 	    mmap(IMAGE, all, PROT_READ | PROT_WRITE,
-		MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0) != IMAGE)
+		MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE | MAP_FIXED_NOREPLACE, -1,
+		0) != IMAGE)
 		return NO_MEMORY;
 	for (struct physical *at = physicals; at; at = at->next) {
 		if (at->imported)
 			spoiled = true;
-		else if (pread(at->descriptor, IMAGE + done, at->size, 0) == (ssize_t)at->size)
+		else if (piecewise(IMAGE + done, at->size, 0, at->descriptor, true))
 			done += at->size;
 		close(at->descriptor);
 		at->descriptor = -1;
@@ -1203,7 +1228,7 @@ static int save(void)
 			continue;
 		}
 		if (at->kind <= 2) {
-			memcpy(IMAGE + done, (void *)at->address, at->size);
+			piecewise(IMAGE + done, at->size, at->address, -1, true);
 			done += at->size;
 		}
 		mmap((void *)at->address, at->size, PROT_NONE,
@@ -1239,7 +1264,7 @@ static int load(void)
 		at->descriptor = at->device < 0 ? memfd_create("host", MFD_CLOEXEC)
 						: make_file(at->device, at->size);
 		if (at->descriptor < 0 ||
-		    pwrite(at->descriptor, IMAGE + done, at->size, 0) != (ssize_t)at->size)
+		    !piecewise(IMAGE + done, at->size, 0, at->descriptor, false))
 			return NO_MEMORY;
 		done += at->size;
 	}
@@ -1254,7 +1279,7 @@ static int load(void)
 		mmap((void *)at->address, at->size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
 		    file, 0);
 		madvise((void *)at->address, at->size, MADV_DONTFORK);
-		memcpy((void *)at->address, IMAGE + done, at->size);
+		piecewise(IMAGE + done, at->size, at->address, -1, false);
 		done += at->size;
 		close(file);
 	}

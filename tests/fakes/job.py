@@ -8,7 +8,9 @@ is resident, a small allocation that the driver moves. Once there is the file ``
 with status 0. With ``"late"`` the buffers are in the host's memory until there is that file, and
 with ``"freed"`` a resident one was allocated and released before. With ``"pool"`` it has an
 allocation of so many MiB, of which it uses the first. With ``"unseen"`` the preload does not see
-its contexts.
+its contexts. With ``"left"`` it has so many small allocations, which the driver moves: the first quarter
+have random content, the others are zeros, and steps write to the first third. A step that finds
+something else in one writes the line ``wrong``.
 """
 
 from __future__ import annotations
@@ -65,6 +67,19 @@ def expected(some: int, mib: int, buffers: int) -> list[str]:
     return list(islice(foreseen(mib, buffers), some))
 
 
+def checked(lines: Iterator[str], left: Sequence[memoryview]) -> Iterator[str]:
+    """The same lines, unless a step finds one of these with other content than it should have."""
+    wanted = [bytearray(one) for one in left]
+    for step, line in enumerate(lines):
+        if left:
+            at = step % (len(left) // 3)
+            if left[at] != wanted[at]:
+                line = "wrong"
+            place = step * 40507 % (MIB - 64)
+            left[at][place : place + 8] = wanted[at][place : place + 8] = step.to_bytes(8)
+        yield line
+
+
 def main(order: dict[str, Any]) -> None:
     """Entry."""
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
@@ -78,12 +93,15 @@ def main(order: dict[str, Any]) -> None:
             break
     size = order["mib"] * MIB
 
+    def placed(content: bytes) -> memoryview:
+        code, address = alloc(len(content))
+        assert code == 0, code
+        ctypes.memmove(address, content, len(content))
+        return memoryview((ctypes.c_char * len(content)).from_address(address)).cast("B")
+
     def on_gpu(number: int, content: bytes) -> memoryview:
         begin(gpus[number % len(gpus)])
-        code, address = alloc(size)
-        assert code == 0, code
-        ctypes.memmove(address, content, size)
-        return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+        return placed(content)
 
     late = order.get("late", "")
     buffers: list[Any] = [fresh(number, order["mib"]) for number in range(order["buffers"])]
@@ -98,8 +116,12 @@ def main(order: dict[str, Any]) -> None:
     if order.get("freed"):
         assert free(alloc(size)[1]) == 0
     assert alloc(MIB // 2)[0] == 0
+    left = [
+        placed(fresh(number, 1) if number < order["left"] // 4 else bytes(MIB))
+        for number in range(order.get("left", 0))
+    ]
     with open(out, "a", encoding="ascii") as lines:
-        for line in steps(buffers):
+        for line in checked(steps(buffers), left):
             print(line, file=lines, flush=True)
             time.sleep(0.005)
             if late and os.path.exists(late):

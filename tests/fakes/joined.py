@@ -41,6 +41,7 @@ class Job:
         freed: bool = False,
         pool: int = 0,
         unseen: bool = False,
+        left: int = 0,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.machine, self.folder = machine, folder
@@ -55,6 +56,7 @@ class Job:
             **({"freed": True} if freed else {}),
             **({"unseen": True} if unseen else {}),
             "pool": pool,
+            "left": left,
         }
         self._start(
             "job.py", {"gpus": gpus, "mib": mib, "buffers": buffers, "children": children, **more}

@@ -207,6 +207,7 @@ class Devices:
                     ),
                     lambda pids: unlock(self._helper, pids),
                     limit,
+                    copies=self._populate,
                 )
                 self._resident.begin_copy(context, parent)
             lock_all(self._helper, self.pids, self._lock_seconds, self._emit)
@@ -250,7 +251,9 @@ class Devices:
             held()
             before = {pid: procfs.read_maps(pid) for pid in self.pids}
             with phase(self._emit, "dump.gpu.checkpoint") as running:
-                done, failed = self._helper.checkpoint(self.pids, populate=self._populate)
+                copying = self._resident.copying_pids if self._resident is not None else frozenset()
+                populated = frozenset(self.pids) - copying if self._populate else frozenset()
+                done, failed = self._helper.checkpoint(self.pids, populate=populated)
                 raise_failed(failed, "checkpointed")
                 after = {pid: procfs.read_maps(pid) for pid in self.pids}
                 require_no_others(self._root, self._inspection, self.pids)
@@ -270,6 +273,7 @@ class Devices:
                 )
                 running.fields["populated"] = sum(one.populated for one in done.values())
                 running.fields["huge"] = sum(one.huge for one in done.values())
+                running.fields["copying"] = len(copying)
                 reasons = dict.fromkeys(
                     one.not_populated for one in done.values() if one.not_populated
                 )

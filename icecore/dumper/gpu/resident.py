@@ -31,7 +31,7 @@ from icecore.events import Sink, Value, phase
 from icecore.host.gpu.working import RING, HostRegion, Worker
 from icecore.host.kernel import limits
 from icecore.host.kernel.trusted import open_directory, require_private
-from icecore.host.resident.client import Agent, Keeper
+from icecore.host.resident.client import Agent, Copies, Keeper
 from icecore.host.resident.copyplan import Foreseen, foresee, pinned_bytes
 from icecore.host.resident.gpu import spare_room
 from icecore.host.resident.keeper import start_keeper
@@ -44,6 +44,8 @@ _POLL_SECONDS = 0.2
 _UNLIMITED_LEASE = 3600.0
 _LEASE_GRACE = 30.0
 _KEEPER_SECONDS = 5.0
+#: That copy between a process and its GPU, the driver's own included: more were no faster.
+_COPY_THREADS = 8
 #: Allocations that a process may hand over in the window, at 0.6 ms each.
 _FEW = 16
 _LET_GO_SECONDS = 10.0
@@ -109,6 +111,11 @@ class Resident:
         if self._directory >= 0:
             os.close(self._directory)
             self._directory = -1
+
+    @property
+    def copying_pids(self) -> frozenset[int]:
+        """Return the processes without their memory that make the driver's copies themselves."""
+        return frozenset() if self._tree is None else frozenset(self._tree.copying)
 
     @property
     def agents(self) -> list[tuple[str, int, int]]:
@@ -256,11 +263,15 @@ class Resident:
 
     # -- in the window
 
-    def take_away(self, lock: LockAll, unlock: UnlockAll, limit: float | None) -> None:
+    def take_away(
+        self, lock: LockAll, unlock: UnlockAll, limit: float | None, *, copies: bool = True
+    ) -> None:
         """Park all processes and take their memory away, or none.
 
         Args:
             limit: Seconds that this may take; None: no limit.
+            copies: Whether the processes make the driver's copies themselves, where they can
+                (`copying_pids`).
         """
         assert self._tree is not None
         if self._worker.gone:  # nothing could be copied in the window
@@ -271,7 +282,11 @@ class Resident:
         with phase(self._emit, "dump.resident.unmap", processes=len(self._tree.pids)) as running:
             lease = _UNLIMITED_LEASE if limit is None else limit + _LEASE_GRACE
             running.bytes = self._tree.take_away(
-                lock, unlock, seconds=min(60.0, limit or 60.0), lease=lease
+                lock,
+                unlock,
+                seconds=min(60.0, limit or 60.0),
+                lease=lease,
+                copies=_copies(len(self._tree.pids)) if copies else None,
             )
         self._sharing = find_shares(self._tree.taken)
 
@@ -425,3 +440,9 @@ class Resident:
             for pid, pairs in self._sharing.owned.items()
         }
         return contract.Resident(self.inspection.directory, processes, self._outlives)
+
+
+def _copies(processes: int) -> Copies:
+    """Return how each of so many processes makes the driver's copies: they share the cores."""
+    cores = limits.threads_for(_COPY_THREADS * processes) // processes
+    return Copies(threads=cores - 1, huge=limits.spare_huge_bytes() // processes)

@@ -15,6 +15,20 @@ from icecore.host.kernel import procfs
 _NAMES = re.compile(r"cuda-EvtHandlr|cuda[0-9a-fA-F]{11}")
 
 
+#: COPIES_NAME of icecore/host/resident/copies.h.
+_COPYING = "icecore-copy"
+
+
+def copying_threads(pid: int) -> list[int]:
+    """Return the threads of a process, by their numbers here, that make the driver's copies. They
+    have to run whenever the driver works in it.
+
+    Raises:
+        NotFound: The process has ended.
+    """
+    return [thread for thread in procfs.threads(pid) if _name(pid, thread) == _COPYING]
+
+
 def has_drivers_threads(pid: int) -> bool:
     """Return whether the driver has a thread in a process. A forked child has none, because fork(2)
     copies no threads.

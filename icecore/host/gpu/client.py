@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -155,12 +155,14 @@ class Helper(Client):
         return self._each("lock", {pid: {"seconds": seconds} for pid in pids})[1]
 
     def checkpoint(
-        self, pids: Iterable[int], *, populate: bool = True
+        self, pids: Iterable[int], *, populate: Container[int] = ()
     ) -> tuple[dict[int, Checkpointed], dict[int, DeviceError]]:
         """Checkpoint all at once; return where their memory is now, and the failures. ``populate``:
-        create the driver's mappings for it.
+        for which of them the driver's mapping is made for it.
         """
-        done, failed = self._each("checkpoint", {pid: {"populate": populate} for pid in pids})
+        done, failed = self._each(
+            "checkpoint", {pid: {"populate": pid in populate} for pid in pids}
+        )
         return {
             pid: Checkpointed(Placement(placement), *made)
             for pid, (placement, *made) in done.items()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from icecore.errors import UsageError
 from icecore.host.kernel import procfs
-from icecore.sizes import PAGE
+from icecore.sizes import CELL_BYTES, PAGE
 
 #: The most pages that CRIU puts into one pipe: it asks for 819 (criu/include/page-pipe.h,
 #: PIPE_MAX_SIZE) and Linux rounds up to a power of two.
@@ -156,6 +156,15 @@ def huge_page_bytes() -> int:
 def overcommits() -> bool:
     """Return whether memory can be mapped beyond what is available (vm.overcommit_memory is not 2)."""
     return _sysctl("vm.overcommit_memory") != 2
+
+
+def spare_huge_bytes() -> int:
+    """Return how much of new memory can be huge pages where that has to be asked for
+    (madvise(2)), in whole cells; 0: as it is, nothing is to be asked for.
+    """
+    if not huge_page_bytes() or huge_pages() != "madvise":
+        return 0
+    return free_huge_bytes() // CELL_BYTES * CELL_BYTES
 
 
 def free_huge_bytes() -> int:

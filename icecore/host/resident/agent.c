@@ -143,7 +143,7 @@ static int unmap(const struct resident_message *wanted, struct resident_message 
 
 	if (state != RESIDENT_PARKED)
 		return state == RESIDENT_UNMAPPED ? EALREADY : EINVAL;
-	error = window_unmap(clock_now() + (int64_t)wanted->nanoseconds, answer);
+	error = window_unmap(clock_now() + (int64_t)wanted->nanoseconds, wanted, answer);
 	if (!error) {
 		state = RESIDENT_UNMAPPED;
 		table_counts.windows++;

@@ -94,8 +94,36 @@ class Report:
     version: int = VERSION
 
 
-#: RESIDENT_HAND_OVER of protocol.h.
+#: RESIDENT_HAND_OVER and RESIDENT_COPIES of protocol.h.
 _HAND_OVER = 1
+_COPIES = 2
+
+
+@dataclass(frozen=True)
+class Copies:
+    """How a process is to make the driver's copies of a window itself
+    (``icecore/host/resident/copies.c``).
+
+    Attributes:
+        threads: Beside the driver's; 0: the driver makes them.
+        huge: Bytes of its new mapping that may be huge pages.
+    """
+
+    threads: int = 0
+    huge: int = 0
+
+
+@dataclass(frozen=True)
+class Unmapped:
+    """What was taken away from a process.
+
+    Attributes:
+        bytes: Its device memory.
+        copies: Whether it makes the driver's copies itself.
+    """
+
+    bytes: int
+    copies: bool
 
 
 class _Speaker:
@@ -207,16 +235,29 @@ class Agent(_Speaker):
                     cure="icecore must be allowed to trace the process (CAP_SYS_PTRACE)",
                 )
 
-    def unmap(self, seconds: float = 10.0) -> int:
-        """Take the memory of a parked process away once the keeper has all of it; return bytes. On
-        failure the process runs with its memory.
+    def unmap(self, seconds: float = 10.0, copies: Copies | None = None) -> Unmapped:
+        """Take the memory of a parked process away once the keeper has all of it. On failure the
+        process runs with its memory.
+
+        Args:
+            copies: How it makes the driver's copies; None: not at all. An older preload, or one on
+                another processor, never does.
 
         Raises:
             ResidentFailed: With the code EAGAIN: a thread stood where the driver cannot do without
                 it; lock, park, unlock and try again. EMFILE: it may not have as many descriptors as
                 its memory would come back with.
         """
-        answer = self._ask(Message(Operation.AGENT_UNMAP, nanoseconds=_ns(seconds)), seconds)
+        how = copies or Copies()
+        answer = self._ask(
+            Message(
+                Operation.AGENT_UNMAP,
+                nanoseconds=_ns(seconds),
+                count=how.threads,
+                requested=how.huge,
+            ),
+            seconds,
+        )
         if answer.result == EMFILE and answer.count:
             raise ResidentFailed(
                 f"the device memory of process {self.pid} stays mapped: it is {answer.count} allocations, of each it would have a descriptor afterwards, "
@@ -228,7 +269,7 @@ class Agent(_Speaker):
             raise ResidentFailed(
                 f"the device memory of process {self.pid} could not be unmapped", answer.result
             )
-        return answer.size
+        return Unmapped(answer.size, copies=bool(answer.flags & _COPIES))
 
     def map(self, descriptors: Mapping[int, int] | None = None, seconds: float = 60.0) -> None:
         """Give the process its memory back.

@@ -1,6 +1,7 @@
 /* The real driver's functions, looked up on first use. Without a libcuda, driver() is NULL. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <link.h>
 #include <pthread.h>
 #include <stdlib.h>
 
@@ -12,6 +13,7 @@ static struct driver calls;
 static pthread_mutex_t load_lock = PTHREAD_MUTEX_INITIALIZER;
 static int loaded; /* 1: found, -1: there is none */
 static void *libcuda;
+static struct link_map *libcuda_map;
 
 void driver_find_dlsym(void)
 {
@@ -33,6 +35,8 @@ const struct driver *driver(void)
 		pthread_mutex_lock(&load_lock);
 		if (library && !loaded) {
 			libcuda = library;
+			if (dlinfo(library, RTLD_DI_LINKMAP, &libcuda_map))
+				libcuda_map = NULL;
 			calls.usable = 1;
 #define CALL(call, arguments) \
 	calls.call = (CUresult(*) arguments)driver_dlsym(library, #call); \
@@ -57,6 +61,11 @@ const struct driver *driver(void)
 void *driver_symbol(const char *symbol)
 {
 	return driver() ? driver_dlsym(libcuda, symbol) : NULL;
+}
+
+const struct link_map *driver_library(void)
+{
+	return driver() ? libcuda_map : NULL;
 }
 
 void driver_in_child(void)

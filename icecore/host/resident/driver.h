@@ -167,6 +167,8 @@ typedef void *driver_lookup(void *, const char *);
 extern __attribute__((visibility("hidden"))) driver_lookup *driver_dlsym;
 void driver_find_dlsym(void);
 void *driver_symbol(const char *symbol); /* libcuda's own */
+struct link_map;
+const struct link_map *driver_library(void); /* libcuda, as the loader has it; NULL: unknown */
 void driver_in_child(void);
 
 #endif

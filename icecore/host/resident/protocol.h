@@ -55,7 +55,9 @@ enum agent_operation {
 	   wherever they are) -> result, count (parked), flags (not parked: in the driver), text
 	   (threads that block the signal) */
 	AGENT_PARK = 66,
-	AGENT_UNMAP = 67, /* nanoseconds -> result, count, size */
+	/* nanoseconds, count (threads that make the driver's copies), requested (bytes of its mapping
+	   that may be huge pages) -> result, count, size, flags */
+	AGENT_UNMAP = 67,
 	/* count of descriptors that follow, each in a message with its identity; 0: from the keeper
 	   -> result */
 	AGENT_MAP = 68,
@@ -80,6 +82,9 @@ enum resident_state { RESIDENT_RUNNING = 0, RESIDENT_PARKED = 1, RESIDENT_UNMAPP
 	16u /* its process imported it: somebody else allocated the memory, whose descriptor is \
 	       the same open file */
 #define RESIDENT_EXPORTED 32u /* its process made its descriptor for others */
+
+/* A flag of the answer to AGENT_UNMAP: threads of the process make the driver's copies. */
+#define RESIDENT_COPIES 2u
 
 /* A flag of AGENT_STATUS. */
 #define RESIDENT_HAND_OVER 1u

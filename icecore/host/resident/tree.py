@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from icecore.errors import IcecoreError, NotFound
-from icecore.host.resident.client import Agent, Keeper, Report, ResidentFailed
+from icecore.host.resident.client import Agent, Copies, Keeper, Report, ResidentFailed
 from icecore.host.resident.protocol import Allocation
 from icecore.host.resident.window import Try, may_be_tried_again, tries
 
@@ -40,6 +40,7 @@ class ResidentTree:
 
     Attributes:
         reports: How each process with an agent was when this object was made.
+        copying: Those that make the driver's copies themselves while they stand.
     """
 
     def __init__(self, directory: Path, pids: Mapping[int, int]) -> None:
@@ -48,6 +49,7 @@ class ResidentTree:
         #: While they stand: what each has, with a descriptor that is this object's.
         self.taken: dict[int, list[tuple[Allocation, int]]] = {}
         self.reports: dict[int, Report] = {}
+        self.copying: set[int] = set()
         self._standing: set[int] = set()
         for pid, agent in list(self._agents.items()):
             try:
@@ -66,7 +68,13 @@ class ResidentTree:
         return sum(report.counts.resident_bytes for report in self.reports.values())
 
     def take_away(
-        self, lock: LockAll, unlock: UnlockAll, *, seconds: float = 20.0, lease: float = 30.0
+        self,
+        lock: LockAll,
+        unlock: UnlockAll,
+        *,
+        seconds: float = 20.0,
+        lease: float = 30.0,
+        copies: Copies | None = None,
     ) -> int:
         """Park all processes and take their memory away; return bytes. The driver's lock is off
         before and after.
@@ -75,6 +83,7 @@ class ResidentTree:
             lock, unlock: The driver's, for the given processes.
             seconds: After this time it is given up.
             lease: See `Agent.park`.
+            copies: See `Agent.unmap`.
 
         Raises:
             ResidentFailed, LockTimeout: It could not be done; all run.
@@ -82,7 +91,7 @@ class ResidentTree:
         last: BaseException | None = None
         for one in tries(seconds):
             try:
-                return self._attempt(lock, unlock, one, lease)
+                return self._attempt(lock, unlock, one, lease, copies)
             except BaseException as error:
                 self._undo()
                 if not may_be_tried_again(error):
@@ -140,7 +149,9 @@ class ResidentTree:
 
     # -- within
 
-    def _attempt(self, lock: LockAll, unlock: UnlockAll, one: Try, lease: float) -> int:
+    def _attempt(
+        self, lock: LockAll, unlock: UnlockAll, one: Try, lease: float, copies: Copies | None
+    ) -> int:
         if one.patience:
             self._each(lambda pid, agent: self._park(pid, agent, one.left, lease, one.patience))
         lock(self.pids, one.lock)
@@ -148,10 +159,11 @@ class ResidentTree:
             self._each(lambda pid, agent: self._park(pid, agent, one.left, lease))
         finally:
             unlock(self.pids)
-        total = sum(self._each(lambda _, agent: agent.unmap(one.left)).values())
+        unmapped = self._each(lambda _, agent: agent.unmap(one.left, copies))
+        self.copying = {pid for pid, found in unmapped.items() if found.copies}
         for pid, report in self.reports.items():
             self.taken[pid] = self._keeper.take(report.token)
-        return total
+        return sum(found.bytes for found in unmapped.values())
 
     def _park(
         self, pid: int, agent: Agent, seconds: float, lease: float, patience: float = 0.0

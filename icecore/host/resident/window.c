@@ -17,6 +17,7 @@
 
 #include "capture.h"
 #include "clock.h"
+#include "copies.h"
 #include "descriptors.h"
 #include "devices.h"
 #include "directory.h"
@@ -239,7 +240,8 @@ static int unmap_all(enum kind kind)
 	return error;
 }
 
-int window_unmap(int64_t until, struct resident_message *answer)
+int window_unmap(
+    int64_t until, const struct resident_message *wanted, struct resident_message *answer)
 {
 	const struct driver *d = driver();
 	struct allocation *at;
@@ -280,6 +282,8 @@ int window_unmap(int64_t until, struct resident_message *answer)
 	}
 	d->cuCtxSetCurrent(NULL);
 	pthread_mutex_unlock(&table_lock);
+	if (!error && copies_begin(wanted->count, (size_t)wanted->requested))
+		answer->flags |= RESIDENT_COPIES;
 	return error;
 }
 
@@ -342,6 +346,7 @@ int window_map(void)
 	int error = 0;
 	bool lacking = false, others = given_count > 0;
 
+	copies_end();
 	pthread_mutex_lock(&table_lock);
 	devices_refresh();
 	for (struct allocation *at = NULL; (at = table_next_held(at));)

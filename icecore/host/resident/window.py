@@ -103,7 +103,7 @@ def take_away(
             except BaseException:
                 agent.go()
                 raise
-            return agent.unmap(one.left)
+            return agent.unmap(one.left).bytes
         except IcecoreError as error:
             if not may_be_tried_again(error):
                 raise

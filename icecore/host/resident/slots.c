@@ -1,0 +1,138 @@
+/* Replacing what one library calls, without a look at any lock: whoever is parked may hold the
+ * loader's. So the library's own tables are read.
+ *
+ * Only the slots of this library change, not what a symbol means to others: nobody else's calls
+ * become slower, and a slot is one word, which is written at once.
+ */
+#define _GNU_SOURCE
+#include <elf.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "slots.h"
+
+#define MOST 16
+#define PAGE ((uintptr_t)4096)
+
+#if defined __x86_64__
+#define IS_SLOT(type) ((type) == R_X86_64_JUMP_SLOT || (type) == R_X86_64_GLOB_DAT)
+#else
+#define IS_SLOT(type) ((void)(type), 0)
+#endif
+
+static struct slot {
+	void **at, *before;
+	bool read_only;
+} slots[MOST];
+static size_t slot_count;
+
+/* The part that the loader has made read-only once the slots were filled (PT_GNU_RELRO). */
+struct part {
+	uintptr_t start, end;
+};
+
+static struct part read_only_part(const struct link_map *library)
+{
+	const ElfW(Ehdr) *header = (const void *)library->l_addr;
+	struct part found = {0, 0};
+
+	/* a library that is linked to an address of its own has no header there */
+	if (!library->l_addr || memcmp(header->e_ident, ELFMAG, SELFMAG) != 0)
+		return found;
+	const ElfW(Phdr) *parts = (const void *)(library->l_addr + header->e_phoff);
+	for (int i = 0; i < header->e_phnum; i++)
+		if (parts[i].p_type == PT_GNU_RELRO) {
+			found.start = library->l_addr + parts[i].p_vaddr;
+			found.end = found.start + parts[i].p_memsz;
+		}
+	return found;
+}
+
+static bool set(const struct slot *slot, void *function)
+{
+	void *page = (void *)((uintptr_t)slot->at & ~(PAGE - 1));
+
+	if (slot->read_only && mprotect(page, PAGE, PROT_READ | PROT_WRITE))
+		return false;
+	__atomic_store_n(slot->at, function, __ATOMIC_RELEASE);
+	if (slot->read_only)
+		mprotect(page, PAGE, PROT_READ);
+	return true;
+}
+
+static int replace_in(const struct link_map *library, const ElfW(Rela) *entries, size_t size,
+    const ElfW(Sym) *symbols, const char *names, const struct replacement *by)
+{
+	struct part read_only = read_only_part(library);
+	int done = 0;
+
+	for (size_t i = 0; i < size / sizeof *entries; i++) {
+		if (!IS_SLOT(ELF64_R_TYPE(entries[i].r_info)))
+			continue;
+		const char *name = names + symbols[ELF64_R_SYM(entries[i].r_info)].st_name;
+		for (const struct replacement *one = by; one->name; one++) {
+			if (slot_count == MOST || strcmp(name, one->name) != 0)
+				continue;
+			uintptr_t at = library->l_addr + entries[i].r_offset;
+			struct slot *slot = &slots[slot_count];
+			*slot = (struct slot){(void **)at, *(void **)at,
+			    at >= (read_only.start & ~(PAGE - 1)) && at < read_only.end};
+			if (set(slot, one->function)) {
+				slot_count++;
+				done++;
+			}
+		}
+	}
+	return done;
+}
+
+int slots_replace(const struct link_map *library, const struct replacement *by)
+{
+	const ElfW(Rela) *jumps = NULL, *others = NULL;
+	const ElfW(Sym) *symbols = NULL;
+	const char *names = NULL;
+	size_t jumps_size = 0, others_size = 0;
+	int done = 0;
+
+	/* the loader has made these addresses absolute */
+	for (const ElfW(Dyn) *entry = library->l_ld; entry->d_tag != DT_NULL; entry++)
+		switch (entry->d_tag) {
+		case DT_JMPREL:
+			jumps = (const void *)entry->d_un.d_ptr;
+			break;
+		case DT_PLTRELSZ:
+			jumps_size = entry->d_un.d_val;
+			break;
+		case DT_RELA:
+			others = (const void *)entry->d_un.d_ptr;
+			break;
+		case DT_RELASZ:
+			others_size = entry->d_un.d_val;
+			break;
+		case DT_SYMTAB:
+			symbols = (const void *)entry->d_un.d_ptr;
+			break;
+		case DT_STRTAB:
+			names = (const void *)entry->d_un.d_ptr;
+			break;
+		}
+	if (!symbols || !names)
+		return 0;
+	if (jumps)
+		done += replace_in(library, jumps, jumps_size, symbols, names, by);
+	if (others)
+		done += replace_in(library, others, others_size, symbols, names, by);
+	return done;
+}
+
+void slots_put_back(void)
+{
+	while (slot_count) {
+		const struct slot *slot = &slots[slot_count - 1];
+		if (!set(slot, slot->before))
+			return; /* the next try */
+		slot_count--;
+	}
+}

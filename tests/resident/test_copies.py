@@ -1,0 +1,361 @@
+"""The driver's copies of a window, made by threads of the process: everything arrives, zeros are
+left out where there are some, and nothing of it outlives the window.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import random
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from icecore.dumper.gpu import resident
+from icecore.dumper.options import DumpOptions
+from icecore.errors import DumpFailed
+from icecore.events import Event
+from icecore.host.cuda import threads
+from icecore.host.kernel import limits, procfs
+from icecore.host.resident import client
+from tests.dumper.world import Events, Store
+from tests.fakes.joined import Job
+from tests.fakes.machine import HERE
+
+from .test_restore import bring_back
+
+MIB = 1 << 20
+SOURCES = Path("icecore/host/resident")
+ROOT = HERE.parent.parent
+#: Bytes of a mapping that counts as the driver's, and of what is shared out among threads.
+MAPPING, SHARED, PART = 64 * MIB, 512 << 10, 128 << 10
+Launch = Callable[..., Job]
+
+
+class Copies:
+    """copies.c in this process, and a library whose calls it replaces."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        def build(name: str, *words: str) -> ctypes.CDLL:
+            subprocess.run(
+                ["gcc", "-std=gnu11", "-O2", "-fPIC", "-shared", "-o", folder / name, *words],
+                check=True,
+                timeout=60,
+                cwd=ROOT,
+            )
+            return ctypes.CDLL(str(folder / name))
+
+        self.library = build("copier.so", str(HERE / "copier.c"), *flags)
+        self.own = build(
+            "copies.so",
+            f"-I{SOURCES}",
+            str(HERE / "copies_library.c"),
+            *(str(SOURCES / name) for name in ("copies.c", "slots.c")),
+        )
+        self.own.copies_begin.restype = ctypes.c_bool
+        self.own.copies_begin.argtypes = [ctypes.c_uint, ctypes.c_size_t]
+        for call in ("copier_map", "copier_copy"):
+            getattr(self.library, call).restype = ctypes.c_void_p
+        self.library.copier_map.argtypes = [ctypes.c_size_t]
+        self.library.copier_unmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        self.library.copier_copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+        assert self.own.use_library(ctypes.c_void_p(self.library._handle)) == 0
+
+    def begin(self, some: int = 3, huge: int = 0) -> bool:
+        return bool(self.own.copies_begin(some, huge))
+
+    def end(self) -> None:
+        self.own.copies_end()
+
+    def copy(self, to: int, content: bytes) -> None:
+        """By the library."""
+        held = ctypes.create_string_buffer(content, len(content))
+        assert self.library.copier_copy(to, ctypes.addressof(held), len(content)) == to
+
+
+@pytest.fixture(params=[["-Wl,-z,lazy"], ["-Wl,-z,relro,-z,now"]], ids=["lazy", "now"])
+def copies(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Copies]:
+    if shutil.which("gcc") is None or os.uname().machine != "x86_64":
+        pytest.skip("needs gcc, and x86-64")
+    made = Copies(tmp_path, *request.param)
+    yield made
+    made.end()
+
+
+def present(address: int, size: int) -> int:
+    """How many pages of memory of this process are there."""
+    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+        entries = os.pread(pagemap.fileno(), size // 512, address // mmap.PAGESIZE * 8)
+    return sum(
+        int.from_bytes(entries[at : at + 8], "little") >> 62 != 0
+        for at in range(0, len(entries), 8)
+    )
+
+
+def own_threads() -> list[int]:
+    return threads.copying_threads(os.getpid())
+
+
+def begun(copies: Copies, some: int, huge: int = 0) -> None:
+    assert copies.begin(some, huge)
+    end = time.monotonic() + 10
+    while len(own_threads()) != some:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_everything_arrives_and_zeros_are_left_out(copies: Copies) -> None:
+    noise, size = random.Random(1).randbytes(2 * MIB), 2 * MIB
+    pieces = [
+        bytes(size),
+        noise,
+        noise[:PART] + bytes(size - PART),
+        bytes(size - 1) + b"x",
+        noise[: size - 5000],
+        bytes(size - PART - 100) + noise[:100] + bytes(PART),
+    ]
+    begun(copies, 3)
+    at = copies.library.copier_map(MAPPING)
+    assert present(at, MAPPING) == 0
+    for number, piece in enumerate(pieces):
+        copies.copy(at + number * size, piece)
+    found = [
+        ctypes.string_at(at + number * size, len(piece)) for number, piece in enumerate(pieces)
+    ]
+    assert found == pieces
+    copies.end()
+    assert not own_threads()
+    assert copies.library.copier_unmap(at, MAPPING) == 0
+
+
+def test_memory_of_zeros_is_never_made(copies: Copies) -> None:
+    begun(copies, 2)
+    at = copies.library.copier_map(MAPPING)
+    copies.copy(at, bytes(MAPPING // 2))
+    copies.copy(at + MAPPING // 2, bytes(SHARED - 1) + b"x")
+    assert 0 < present(at, MAPPING) <= PART // mmap.PAGESIZE
+    copies.library.copier_unmap(at, MAPPING)
+
+
+def test_zeros_are_written_where_there_was_something(copies: Copies) -> None:
+    begun(copies, 2)
+    at = copies.library.copier_map(MAPPING)
+    ctypes.memset(at + MIB, 7, MIB)
+    copies.copy(at, bytes(4 * MIB))
+    assert ctypes.string_at(at, 4 * MIB) == bytes(4 * MIB)
+    # Memory that somebody else mapped there meanwhile, or that is none of the driver's.
+    copies.library.copier_unmap(at, MAPPING)
+    with mmap.mmap(-1, 4 * MIB) as other:
+        other[:] = b"y" * len(other)
+        copies.copy(ctypes.addressof(ctypes.c_char.from_buffer(other)), bytes(len(other)))
+        assert other[:] == bytes(len(other))
+
+
+def test_memory_of_a_file_in_the_place_of_the_drivers_gets_its_zeros(
+    copies: Copies, tmp_path: Path
+) -> None:
+    """A restore puts a file there (docs/decisions/011)."""
+    (tmp_path / "file").write_bytes(b"z" * MAPPING)
+    begun(copies, 2)
+    at = copies.library.copier_map(MAPPING)
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    with open(tmp_path / "file", "rb") as file:
+        fixed = mmap.MAP_PRIVATE | 0x10
+        assert copies.library.copier_unmap(at, MAPPING) == 0
+        assert libc.mmap(at, MAPPING, 3, fixed, file.fileno(), 0) == at
+    copies.copy(at, bytes(2 * MIB))
+    assert ctypes.string_at(at, 2 * MIB + 1) == bytes(2 * MIB) + b"z"
+    libc.munmap(ctypes.c_void_p(at), ctypes.c_size_t(MAPPING))
+
+
+def test_what_overlaps_is_moved(copies: Copies) -> None:
+    begun(copies, 3)
+    noise = random.Random(2).randbytes(4 * MIB)
+    held = ctypes.create_string_buffer(noise, len(noise))
+    at = ctypes.addressof(held)
+    copies.library.copier_copy(at + 4096, at, 3 * MIB)
+    assert held.raw[4096 : 4096 + 3 * MIB] == noise[: 3 * MIB]
+
+
+def test_copies_of_all_sizes_by_several_threads_at_once(copies: Copies) -> None:
+    begun(copies, 3)
+    wrong: list[int] = []
+
+    def some(seed: int) -> None:
+        draw = random.Random(seed)
+        noise = draw.randbytes(3 * MIB)
+        held = ctypes.create_string_buffer(3 * MIB)
+        for _ in range(60):
+            size = draw.choice((1, 4095, SHARED - 1, SHARED, SHARED + 1, draw.randrange(3 * MIB)))
+            ctypes.memset(held, 0, len(held))
+            copies.copy(ctypes.addressof(held), noise[:size])
+            if held.raw != noise[:size] + bytes(3 * MIB - size):
+                wrong.append(size)
+
+    running = [threading.Thread(target=some, args=(seed,)) for seed in range(3)]
+    for one in running:
+        one.start()
+    for one in running:
+        one.join()
+    assert not wrong
+
+
+def test_windows_one_after_the_other(copies: Copies) -> None:
+    noise = random.Random(3).randbytes(2 * MIB)
+    held = ctypes.create_string_buffer(2 * MIB)
+    at = ctypes.addressof(held)
+    for number in range(6):
+        begun(copies, 1 + number % 3)
+        assert not copies.begin()  # it has begun
+        ctypes.memset(held, 0, len(held))
+        copies.copy(at, noise)
+        assert held.raw == noise
+        copies.end()
+        assert not own_threads()
+        mapped = copies.library.copier_map(MAPPING)  # as without
+        assert present(mapped, MAPPING) == MAPPING // mmap.PAGESIZE
+        copies.library.copier_unmap(mapped, MAPPING)
+
+
+def test_nothing_begins_without_threads_or_a_library(copies: Copies) -> None:
+    assert not copies.begin(0)
+    assert not own_threads()
+
+
+def test_threads_that_rest_do_not_work(copies: Copies) -> None:
+    begun(copies, 3)
+    time.sleep(0.3)
+
+    def ticks() -> int:
+        return sum(
+            sum(
+                map(
+                    int,
+                    Path(f"/proc/self/task/{one}/stat")
+                    .read_text()
+                    .rpartition(")")[2]
+                    .split()[11:13],
+                )
+            )
+            for one in own_threads()
+        )
+
+    before = ticks()
+    time.sleep(0.5)
+    assert ticks() <= before + 1
+
+
+@pytest.mark.skipif(limits.huge_pages() != "madvise", reason="huge pages are not asked for here")
+def test_huge_pages_are_asked_for_as_far_as_they_go(copies: Copies) -> None:
+    begun(copies, 2, huge=MAPPING)
+    at = copies.library.copier_map(2 * MAPPING)
+    found = [
+        line.split(":")[1]
+        for lines in [Path("/proc/self/smaps").read_text().splitlines()]
+        for number, line in enumerate(lines)
+        if line.startswith("VmFlags") and _covers(lines[:number], at)
+    ]
+    assert len(found) == 1 and " hg" in found[0]
+    copies.library.copier_unmap(at, 2 * MAPPING)
+
+
+def _covers(lines: list[str], address: int) -> bool:
+    """Whether the last mapping of these lines of smaps has an address in it."""
+    for line in reversed(lines):
+        bounds = line.split()[0]
+        if "-" in bounds and not bounds.endswith(":"):
+            start, _, end = bounds.partition("-")
+            return int(start, 16) <= address < int(end, 16)
+    return False
+
+
+# -- in a job
+
+
+def left(job: Job) -> list[int]:
+    return [one for pid in job.pids for one in threads.copying_threads(pid)]
+
+
+@pytest.fixture
+def _three(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with more cores."""
+    monkeypatch.setattr(
+        resident,
+        "_copies",
+        lambda processes: client.Copies(3, limits.spare_huge_bytes() // processes),
+    )
+
+
+def checkpoint(events: Events) -> dict[str, Any]:
+    return events.named("dump.gpu.checkpoint")[-1].fields
+
+
+@pytest.mark.criu
+@pytest.mark.usefixtures("_three")
+@pytest.mark.parametrize("joined", [384 << 20], indirect=True)
+@pytest.mark.parametrize("mode", ["full", "lazy"])
+def test_a_job_with_memory_that_the_driver_moves(launch: Launch, store: Store, mode: str) -> None:
+    job = launch(left=96)
+    for _ in range(2):
+        events = Events()
+        store.dump(job.pid, DumpOptions(), events=events)
+        done = checkpoint(events)
+        assert done["copying"] == 1 and done["populated"] == 0
+        assert done["bytes"] >= 96 * MIB
+        job.goes_on()
+        assert not left(job)
+    stopped = store.dump(job.pid, DumpOptions(stop=True)).snapshot
+    job.reap()
+    bring_back(store, stopped, mode=mode)
+    job.goes_on()
+    assert not left(job)
+    again = store.dump(job.pid, DumpOptions(stop=True)).snapshot  # of what was restored
+    job.reap()
+    bring_back(store, again, mode=mode)
+    job.goes_on()
+    assert not left(job)
+
+
+@pytest.mark.criu
+@pytest.mark.usefixtures("_three")
+@pytest.mark.parametrize("joined", [384 << 20], indirect=True)
+def test_zeros_on_the_gpu_are_no_memory_of_the_process(launch: Launch, store: Store) -> None:
+    job = launch(left=96)
+    found: dict[bool, int] = {}
+    for copies in (True, False):
+        events = Events()
+        seen: list[int] = []
+        events.hooks["dump.files", "begin"] = lambda _, seen=seen: seen.append(
+            procfs.status(job.pid).resident
+        )
+        store.dump(job.pid, DumpOptions(populate=copies), events=events)
+        assert checkpoint(events)["copying"] == copies
+        found[copies] = seen[0]
+        job.goes_on()
+    # Two of three allocations are zeros.
+    assert found[False] - found[True] > 40 * MIB
+
+
+@pytest.mark.criu
+@pytest.mark.usefixtures("_three")
+@pytest.mark.parametrize("joined", [384 << 20], indirect=True)
+@pytest.mark.parametrize("end", ["dump.gpu.checkpoint", "dump.files", "dump.gpu.restore"])
+def test_a_window_that_fails_leaves_no_thread(launch: Launch, store: Store, end: str) -> None:
+    job = launch(left=96)
+
+    def fail(_: Event) -> None:
+        raise DumpFailed("as ordered")
+
+    with pytest.raises(DumpFailed, match="as ordered"):
+        store.dump(job.pid, DumpOptions(), events=Events({(end, "begin"): fail}))
+    job.goes_on()
+    assert not left(job)
