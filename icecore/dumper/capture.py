@@ -57,6 +57,12 @@ _OF_PROCESS = re.compile(r"/?proc/(\d+)/")
 _HASH_BYTES = 1 << 20
 
 
+class ProcFileOpen(DumpFailed):
+    """A file that a restore would not find was open. Programs open such files for a moment: another
+    dump may succeed.
+    """
+
+
 @dataclass
 class Lost:
     """An open file that lost its name.
@@ -442,9 +448,9 @@ def _require_no_proc_files(images: Path, standing: Standing) -> None:
     for file in load_files(images) if standing.namespaces.pid else ():
         found = _OF_PROCESS.match(file.path)
         if found and int(found[1]) in standing.pids:
-            raise DumpFailed(
+            raise ProcFileOpen(
                 f"the job has {file.path} open, which a restore would not find: the processes get other pids in the machine's /proc",
-                cure="dump it again; if the job keeps such files open, start it with 'icecore run --root private', where it has a /proc of its own",
+                cure="dump it again later; if the job keeps such files open, start it with 'icecore run --root private', where it has a /proc of its own",
             )
 
 

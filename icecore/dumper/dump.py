@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 
+from icecore.dumper.capture import ProcFileOpen
 from icecore.dumper.freeze.window import TreeRestless
 from icecore.dumper.hooks import Hooks, hooks_of
 from icecore.dumper.observe.deaths import DeathWatch
@@ -38,9 +39,9 @@ from icecore.text import require_label
 #: seconds.
 _ATTEMPTS = 12
 _FIRST_PAUSE, _MOST_PAUSE = 0.02, 1.0
-#: How many times at most a dump inspects a tree whose processes start to use GPUs meanwhile, and the
-#: seconds in between: about as long as CUDA takes to initialise.
-_INSPECTIONS, _GPU_PAUSE = 4, 1.0
+#: How many times at most a dump is made from the beginning, where something passes by itself that
+#: shows only late, and the seconds in between: about as long as CUDA takes to initialise.
+_REPEATS, _REPEAT_PAUSE = 4, 1.0
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def dump(
         with hooks_of(options, target, emit) as hooks:
             criu = criu or find_criu()
             request = Request(repository, loop, target, options, criu, workdir, emit, stopping)
-            made = _run_until_unchanged(request, hooks)
+            made = _run_until_fit(request, hooks)
             snapshot = hooks.snapshot = made.snapshot
             manifest = made.manifest
             done = DumpResult(
@@ -164,17 +165,18 @@ def dump(
     return done
 
 
-def _run_until_unchanged(request: Request, hooks: Hooks) -> Committed:
+def _run_until_fit(request: Request, hooks: Hooks) -> Committed:
     """Run the phases, and start over if a process started to use a GPU after the inspection, as the
-    process that starts torch.compile's compilers does.
+    process that starts torch.compile's compilers does, or had a file open that no restore would
+    find.
     """
-    for pause in (*[_GPU_PAUSE] * (_INSPECTIONS - 1), None):
+    for pause in (*[_REPEAT_PAUSE] * (_REPEATS - 1), None):
         deaths = DeathWatch(request.target.pid, request.target.job)
         try:
             with ExitStack() as stack, deaths.explaining():
                 committed = _run(request, hooks, deaths, stack)
             break
-        except GpusChanged as error:
+        except (GpusChanged, ProcFileOpen) as error:
             if pause is None or not _runs(request.target.pid):
                 raise
             request.emit(Event("dump.retry", {"error": str(error), "pause": pause}))

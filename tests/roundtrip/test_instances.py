@@ -112,9 +112,11 @@ def registry(tmp_path: Path) -> Iterator[Registry]:
             job.wait(10)
 
 
-def take(trip: Trip, job: Job, *, stop: bool = False) -> str:
+def take(trip: Trip, job: Job, *, stop: bool = False, emit: Sink = discard) -> str:
     target = Target(job.pid, job.name, record=job.record())
-    return dump(trip.repository, trip.loop, target, DumpOptions(stop=stop), criu=trip.criu).snapshot
+    return dump(
+        trip.repository, trip.loop, target, DumpOptions(stop=stop), criu=trip.criu, emit=emit
+    ).snapshot
 
 
 def bring_back(
@@ -349,9 +351,24 @@ def test_a_file_of_the_job_in_the_machines_proc_prevents_the_snapshot(
     with pytest.raises(DumpFailed, match="/status open, which a restore would not find"):
         take(trip, job)
     wait_lines(job, len(lines(job)) + 3)
-    (tmp_path / "close").touch()
-    assert eventually(lambda: lines(job)[-1].endswith("True"))
-    snapshot = take(trip, job)
+
+
+def test_a_file_of_the_job_in_the_machines_proc_that_is_closed_again(
+    trip: Trip, registry: Registry, tmp_path: Path
+) -> None:
+    """The dump is made once more, by the same command."""
+    job = registry.start([sys.executable, "-c", OWN_STATUS, str(tmp_path / "close")], name="status")
+    wait_lines(job, 3)
+    retries: list[str] = []
+
+    def close(event: Event) -> None:
+        if event.name == "dump.retry":
+            retries.append(str(event.fields["error"]))
+            (tmp_path / "close").touch()
+            assert eventually(lambda: lines(job)[-1].endswith("True"))
+
+    snapshot = take(trip, job, emit=close)
+    assert len(retries) == 1 and "/status open" in retries[0]
     job.kill(signal.SIGKILL)
     job.wait(10)
     restored = bring_back(trip, registry, snapshot)
