@@ -30,7 +30,7 @@ INIT_FLAGS = [
 RESIDENT = "icecore/host/resident/"
 COMMON_FLAGS = ["-std=gnu11", "-O2", "-Wall", "-Wextra"]
 LIBRARY_FLAGS = [*COMMON_FLAGS, "-fPIC", "-shared", "-fvisibility=hidden", "-Wl,-z,defs"]
-PRELOAD_FLAGS = [*LIBRARY_FLAGS, "-Wl,-soname,libicecore-resident.so"]
+PRELOAD_FLAGS = [*LIBRARY_FLAGS, "-Wl,-z,now", "-Wl,-soname,libicecore-resident.so"]
 # The library defines memcpy: the compiler must not turn its loop into a call of memcpy.
 CRIU_FLAGS = [*LIBRARY_FLAGS, "-fno-builtin", "-Wl,-soname,libicecore-criu.so"]
 CRIU_SOURCES = [

@@ -22,7 +22,7 @@ from icecore.dumper.gpu import resident
 from icecore.dumper.options import DumpOptions
 from icecore.errors import DumpFailed
 from icecore.events import Event
-from icecore.host.cuda import threads
+from icecore.host.cuda.threads import copying_threads
 from icecore.host.kernel import limits, procfs
 from icecore.host.resident import client
 from tests.dumper.world import Events, Store
@@ -100,10 +100,11 @@ def present(address: int, size: int) -> int:
 
 
 def own_threads() -> list[int]:
-    return threads.copying_threads(os.getpid())
+    return copying_threads(os.getpid())
 
 
 def begun(copies: Copies, some: int, huge: int = 0) -> None:
+    some = min(some, len(os.sched_getaffinity(0)) - 1)
     assert copies.begin(some, huge)
     end = time.monotonic() + 10
     while len(own_threads()) != some:
@@ -165,13 +166,16 @@ def test_memory_of_a_file_in_the_place_of_the_drivers_gets_its_zeros(
     (tmp_path / "file").write_bytes(b"z" * MAPPING)
     begun(copies, 2)
     at = copies.library.copier_map(MAPPING)
+    held = ctypes.create_string_buffer(SHARED)
     libc = ctypes.CDLL(None)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     with open(tmp_path / "file", "rb") as file:
         fixed = mmap.MAP_PRIVATE | 0x10
-        assert copies.library.copier_unmap(at, MAPPING) == 0
         assert libc.mmap(at, MAPPING, 3, fixed, file.fileno(), 0) == at
+    # The driver's restore reads before anything is written.
+    copies.library.copier_copy(ctypes.addressof(held), at + MAPPING - SHARED, SHARED)
+    assert held.raw == b"z" * SHARED
     copies.copy(at, bytes(2 * MIB))
     assert ctypes.string_at(at, 2 * MIB + 1) == bytes(2 * MIB) + b"z"
     libc.munmap(ctypes.c_void_p(at), ctypes.c_size_t(MAPPING))
@@ -224,6 +228,55 @@ def test_windows_one_after_the_other(copies: Copies) -> None:
         mapped = copies.library.copier_map(MAPPING)  # as without
         assert present(mapped, MAPPING) == MAPPING // mmap.PAGESIZE
         copies.library.copier_unmap(mapped, MAPPING)
+
+
+def test_an_end_in_the_middle_of_copies(copies: Copies) -> None:
+    """The agent may end them while the driver, which nobody holds, still works."""
+    noise = random.Random(4).randbytes(2 * MIB)
+    held, over, rounds = ctypes.create_string_buffer(2 * MIB), threading.Event(), 0
+    wrong: list[int] = []
+
+    def copy() -> None:
+        nonlocal rounds
+        while not over.is_set():
+            ctypes.memset(held, 0, len(held))
+            copies.copy(ctypes.addressof(held), noise)
+            rounds += 1
+            if held.raw != noise:
+                wrong.append(rounds)
+
+    running = threading.Thread(target=copy)
+    running.start()
+    for _ in range(50):
+        begun(copies, 2)
+        before = rounds
+        while rounds == before:
+            time.sleep(0)
+        copies.end()
+        assert not own_threads()
+    over.set()
+    running.join(20)
+    assert not running.is_alive() and not wrong
+
+
+def test_no_more_threads_than_processors(copies: Copies) -> None:
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        assert not copies.begin(3)
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert not own_threads()
+
+
+@pytest.mark.parametrize(
+    ("cores", "processes", "wanted"), [(2, 3, 0), (2, 1, 1), (16, 1, 7), (16, 4, 3), (4, 0, 3)]
+)
+def test_the_processes_share_the_cores(
+    cores: int, processes: int, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert resident._copies(processes).threads == wanted
 
 
 def test_nothing_begins_without_threads_or_a_library(copies: Copies) -> None:
@@ -282,7 +335,7 @@ def _covers(lines: list[str], address: int) -> bool:
 
 
 def left(job: Job) -> list[int]:
-    return [one for pid in job.pids for one in threads.copying_threads(pid)]
+    return [one for pid in job.pids for one in copying_threads(pid)]
 
 
 @pytest.fixture

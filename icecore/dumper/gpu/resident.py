@@ -444,5 +444,6 @@ class Resident:
 
 def _copies(processes: int) -> Copies:
     """Return how each of so many processes makes the driver's copies: they share the cores."""
-    cores = limits.threads_for(_COPY_THREADS * processes) // processes
-    return Copies(threads=cores - 1, huge=limits.spare_huge_bytes() // processes)
+    some = max(1, processes)
+    cores = limits.threads_for(_COPY_THREADS * some) // some
+    return Copies(threads=max(0, cores - 1), huge=limits.spare_huge_bytes() // some)

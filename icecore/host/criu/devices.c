@@ -195,15 +195,20 @@ static void let_end(void)
 {
 	enum { PAUSE_MS = 20, QUIET = 10, MOST_SECONDS = 60 };
 
-	for (int at = 0; at < gone_count; at++) {
-		long before = -1;
-		for (int quiet = 0, left = MOST_SECONDS * 1000 / PAUSE_MS; quiet < QUIET && left;
-		    left--) {
+	static long before[MOST];
+	int quiet = 0;
+
+	for (int at = 0; at < gone_count; at++)
+		before[at] = -1;
+	for (int left = MOST_SECONDS * 1000 / PAUSE_MS; gone_count && quiet < QUIET && left; left--) {
+		bool rests = true;
+		for (int at = 0; at < gone_count; at++) {
 			long now = idle_after(gone[at].id);
-			quiet = now >= 0 && now == before ? quiet + 1 : 0;
-			before = now;
-			usleep(PAUSE_MS * 1000);
+			rests = rests && now >= 0 && now == before[at];
+			before[at] = now;
 		}
+		quiet = rests ? quiet + 1 : 0;
+		usleep(PAUSE_MS * 1000);
 	}
 }
 

@@ -17,6 +17,7 @@
 #include <sys/un.h>
 
 #include "clock.h"
+#include "copies.h"
 #include "descriptors.h"
 #include "devices.h"
 #include "fork.h"
@@ -478,6 +479,7 @@ static void *agent(void *unused)
 static void in_child(void)
 {
 	pthread_mutex_init(&start_lock, NULL);
+	copies_in_child();
 	if (listening())
 		close(listener);
 	listener = -1;

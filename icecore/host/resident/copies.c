@@ -44,7 +44,9 @@
 #define MOST_PARTS 0xffffu
 #define MOST_THREADS 16
 #define STACK ((size_t)64 << 10)
-#define SPINS 20000 /* some hundred microseconds: the driver's next piece comes sooner */
+#define SPINS 3000 /* some hundred microseconds: the driver's next piece comes sooner */
+#define TICK_NANOSECONDS 1000000l
+#define NAMED_NANOSECONDS 100000000ll
 #define MAPPING ((size_t)64 << 20) /* from here on a mapping counts as the driver's */
 #define HUGE ((size_t)2 << 20)
 #define MAPPINGS 16
@@ -59,19 +61,21 @@ static struct thread {
 static unsigned thread_count;
 static bool begun;
 static atomic_bool ending;
+static atomic_uint named; /* threads that are called as they should be */
 
 /* The copy under way: its number << 32 | its parts << 16 | the next part. A part is taken by
  * increasing it, which fails if the copy is another one by then; so what describes a copy is read
  * first, and holds if it succeeds. */
 static _Atomic uint64_t state;
 static atomic_uint number, sleepers, done;
+static atomic_bool awaited; /* whoever shared out a copy sleeps until it is done */
 static struct copy {
 	char *to;
 	const char *from;
 	size_t size;
 	int pages; /* /proc/self/pagemap, where zeros need not be written; -1: everything is */
 } copy;
-static atomic_int first_touch[2]; /* of a huge page, even or odd: 1, by somebody; 2, done */
+static atomic_uint first_touch[2]; /* of a huge page, even or odd: 1, by somebody; 2, done */
 static atomic_flag copying = ATOMIC_FLAG_INIT;
 
 /* Private memory that libcuda has mapped since the window began, and not unmapped. */
@@ -91,6 +95,18 @@ static long call(long number_, long a, long b, long c, long d)
 			 : "a"(number_), "D"(a), "S"(b), "d"(c), "r"(r10)
 			 : "rcx", "r11", "memory");
 	return result;
+}
+
+/* Spin for a while, then sleep until a word changes, or for a moment: whoever changes it need not
+ * wake anybody, and there may be fewer processors than threads. */
+static void wait_change(atomic_uint *word, unsigned seen, int *spins)
+{
+	struct timespec limit = {0, TICK_NANOSECONDS};
+
+	if (++*spins < SPINS)
+		__builtin_ia32_pause();
+	else
+		call(SYS_futex, (long)word, FUTEX_WAIT_PRIVATE, (long)seen, (long)&limit);
 }
 
 static bool all_zeros(const char *at, size_t size)
@@ -136,15 +152,16 @@ static bool is_untouched(int pages, const char *at, size_t size)
 /* Several threads that touch a new huge page at once would each clear one, and all but one in vain. */
 static void touch(char *at)
 {
-	atomic_int *first = &first_touch[(uintptr_t)at / HUGE % 2];
-	int none = 0;
+	atomic_uint *first = &first_touch[(uintptr_t)at / HUGE % 2];
+	unsigned none = 0;
+	int spins = 0;
 
 	if (atomic_compare_exchange_strong(first, &none, 1)) {
 		*(volatile char *)at = 0;
 		atomic_store(first, 2);
 	}
 	while (atomic_load(first) != 2)
-		__builtin_ia32_pause();
+		wait_change(first, 1, &spins);
 }
 
 static void copy_part(const struct copy *what, size_t part)
@@ -171,7 +188,9 @@ static bool take_part(void)
 		if (!atomic_compare_exchange_weak(&state, &now, now + 1))
 			continue;
 		copy_part(&what, now & MOST_PARTS);
-		atomic_fetch_add_explicit(&done, 1, memory_order_release);
+		if (atomic_fetch_add(&done, 1) + 1 == (now >> 16 & MOST_PARTS) &&
+		    atomic_load(&awaited))
+			call(SYS_futex, (long)&done, FUTEX_WAKE_PRIVATE, 1, 0);
 		return true;
 	}
 	return false;
@@ -183,6 +202,7 @@ static int work(void *unused)
 
 	(void)unused;
 	call(SYS_prctl, PR_SET_NAME, (long)COPIES_NAME, 0, 0);
+	atomic_fetch_add(&named, 1);
 	while (!atomic_load(&ending)) {
 		if (take_part()) {
 			spins = 0;
@@ -258,8 +278,14 @@ static void share_out(char *to, const char *from, size_t size)
 	publish(next, parts);
 	while (take_part())
 		;
-	while (atomic_load_explicit(&done, memory_order_acquire) < parts)
-		__builtin_ia32_pause();
+	/* The others finish theirs; a part may wait for memory that a restore still fetches. */
+	int spins = 0;
+	for (unsigned now; (now = atomic_load(&done)) < parts;) {
+		if (spins == SPINS - 1)
+			atomic_store(&awaited, true);
+		wait_change(&done, now, &spins);
+	}
+	atomic_store(&awaited, false);
 	if (pages >= 0)
 		call(SYS_close, pages, 0, 0, 0);
 }
@@ -272,6 +298,9 @@ static void *copies_memcpy(void *to, const void *from, size_t size)
 	if (size < LEAST || size > PART * MOST_PARTS || distance < size || -distance < size ||
 	    atomic_flag_test_and_set(&copying))
 		return memmove(to, from, size);
+	/* Once it reads from its mapping, it has no more to write there; and a restore may have put a
+	 * file in the place of the mapping, which does not read as zeros where no page is. */
+	note_mapping((uintptr_t)from, size, false);
 	share_out(to, from, size);
 	atomic_flag_clear(&copying);
 	return to;
@@ -308,6 +337,7 @@ static const struct replacement replacements[] = {
     {"munmap", (void *)copies_munmap},
     {NULL, NULL},
 };
+enum { COPY = 1 | 2, MAP = 4 | 8, UNMAP = 16 }; /* bits of these; one of each is needed */
 
 static bool start_thread(struct thread *thread)
 {
@@ -326,20 +356,39 @@ static bool start_thread(struct thread *thread)
 	return false;
 }
 
+/* Threads that can run beside the caller's, on the processors that are allowed to it. */
+static unsigned can_run(unsigned wanted)
+{
+	unsigned char allowed[1024] = {0};
+	long size = call(SYS_sched_getaffinity, 0, sizeof allowed, (long)allowed, 0);
+	unsigned some = 0;
+
+	for (long i = 0; i < size; i++)
+		some += (unsigned)__builtin_popcount(allowed[i]);
+	return some && some - 1 < wanted ? some - 1 : wanted;
+}
+
 bool copies_begin(unsigned wanted, size_t huge)
 {
 	const struct link_map *library = driver_library();
+	int64_t until = clock_now() + NAMED_NANOSECONDS;
 
+	wanted = can_run(wanted);
 	if (begun || !wanted || !library)
 		return false;
 	begun = true;
 	note_mapping(0, SIZE_MAX, false);
 	huge_left = huge;
 	atomic_store(&ending, false);
+	atomic_store(&named, 0);
 	while (thread_count < wanted && thread_count < MOST_THREADS &&
 	    start_thread(&threads[thread_count]))
 		thread_count++;
-	if (thread_count && slots_replace(library, replacements))
+	int spins = 0;
+	for (unsigned now; (now = atomic_load(&named)) < thread_count && clock_now() < until;)
+		wait_change(&named, now, &spins);
+	unsigned replaced = thread_count ? slots_replace(library, replacements) : 0;
+	if (replaced & COPY && replaced & MAP && replaced & UNMAP)
 		return true;
 	copies_end();
 	return false;
@@ -363,12 +412,26 @@ void copies_end(void)
 
 	if (!begun)
 		return;
-	slots_put_back();
+	bool back = slots_put_back();
+	/* A copy under way would lose its parts: nobody holds the driver's thread if the window was
+	 * given up. */
+	while (atomic_flag_test_and_set(&copying))
+		if (clock_now() > until)
+			return; /* the next try */
 	atomic_store(&ending, true);
 	publish(atomic_load(&number) + 1, 0);
+	atomic_flag_clear(&copying);
 	while (thread_count && has_ended(&threads[thread_count - 1], until))
 		munmap(threads[--thread_count].stack, STACK);
-	begun = thread_count > 0; /* one is stopped: the next try */
+	begun = thread_count > 0 || !back; /* one is stopped: the next try */
+}
+
+void copies_in_child(void)
+{
+	thread_count = 0;
+	begun = false;
+	atomic_flag_clear(&copying);
+	atomic_flag_clear(&mappings_lock);
 }
 
 #else
@@ -381,6 +444,10 @@ bool copies_begin(unsigned wanted, size_t huge)
 }
 
 void copies_end(void)
+{
+}
+
+void copies_in_child(void)
 {
 }
 

@@ -19,4 +19,6 @@ bool copies_begin(unsigned threads, size_t huge);
 /* End the threads, and leave the copies to the driver. Does nothing where none began. */
 void copies_end(void);
 
+void copies_in_child(void);
+
 #endif

@@ -47,6 +47,9 @@ static struct part read_only_part(const struct link_map *library)
 			found.start = library->l_addr + parts[i].p_vaddr;
 			found.end = found.start + parts[i].p_memsz;
 		}
+	/* whole pages, as the loader protects them */
+	found.start &= ~(PAGE - 1);
+	found.end &= ~(PAGE - 1);
 	return found;
 }
 
@@ -57,16 +60,14 @@ static bool set(const struct slot *slot, void *function)
 	if (slot->read_only && mprotect(page, PAGE, PROT_READ | PROT_WRITE))
 		return false;
 	__atomic_store_n(slot->at, function, __ATOMIC_RELEASE);
-	if (slot->read_only)
-		mprotect(page, PAGE, PROT_READ);
-	return true;
+	return !slot->read_only || !mprotect(page, PAGE, PROT_READ);
 }
 
-static int replace_in(const struct link_map *library, const ElfW(Rela) *entries, size_t size,
+static unsigned replace_in(const struct link_map *library, const ElfW(Rela) *entries, size_t size,
     const ElfW(Sym) *symbols, const char *names, const struct replacement *by)
 {
 	struct part read_only = read_only_part(library);
-	int done = 0;
+	unsigned done = 0;
 
 	for (size_t i = 0; i < size / sizeof *entries; i++) {
 		if (!IS_SLOT(ELF64_R_TYPE(entries[i].r_info)))
@@ -78,61 +79,68 @@ static int replace_in(const struct link_map *library, const ElfW(Rela) *entries,
 			uintptr_t at = library->l_addr + entries[i].r_offset;
 			struct slot *slot = &slots[slot_count];
 			*slot = (struct slot){(void **)at, *(void **)at,
-			    at >= (read_only.start & ~(PAGE - 1)) && at < read_only.end};
-			if (set(slot, one->function)) {
-				slot_count++;
-				done++;
-			}
+			    at >= read_only.start && at < read_only.end};
+			slot_count++; /* put back also where only its protection failed */
+			if (set(slot, one->function))
+				done |= 1u << (one - by);
 		}
 	}
 	return done;
 }
 
-int slots_replace(const struct link_map *library, const struct replacement *by)
+/* The loader has made these addresses absolute, unless it could not write to them. */
+static const void *address_of(const struct link_map *library, const ElfW(Dyn) *entry)
+{
+	ElfW(Addr) value = entry->d_un.d_ptr;
+
+	return (const void *)(value < library->l_addr ? library->l_addr + value : value);
+}
+
+unsigned slots_replace(const struct link_map *library, const struct replacement *by)
 {
 	const ElfW(Rela) *jumps = NULL, *others = NULL;
 	const ElfW(Sym) *symbols = NULL;
 	const char *names = NULL;
 	size_t jumps_size = 0, others_size = 0;
-	int done = 0;
+	unsigned done = 0;
 
-	/* the loader has made these addresses absolute */
 	for (const ElfW(Dyn) *entry = library->l_ld; entry->d_tag != DT_NULL; entry++)
 		switch (entry->d_tag) {
 		case DT_JMPREL:
-			jumps = (const void *)entry->d_un.d_ptr;
+			jumps = address_of(library, entry);
 			break;
 		case DT_PLTRELSZ:
 			jumps_size = entry->d_un.d_val;
 			break;
 		case DT_RELA:
-			others = (const void *)entry->d_un.d_ptr;
+			others = address_of(library, entry);
 			break;
 		case DT_RELASZ:
 			others_size = entry->d_un.d_val;
 			break;
 		case DT_SYMTAB:
-			symbols = (const void *)entry->d_un.d_ptr;
+			symbols = address_of(library, entry);
 			break;
 		case DT_STRTAB:
-			names = (const void *)entry->d_un.d_ptr;
+			names = address_of(library, entry);
 			break;
 		}
 	if (!symbols || !names)
 		return 0;
 	if (jumps)
-		done += replace_in(library, jumps, jumps_size, symbols, names, by);
+		done |= replace_in(library, jumps, jumps_size, symbols, names, by);
 	if (others)
-		done += replace_in(library, others, others_size, symbols, names, by);
+		done |= replace_in(library, others, others_size, symbols, names, by);
 	return done;
 }
 
-void slots_put_back(void)
+bool slots_put_back(void)
 {
 	while (slot_count) {
 		const struct slot *slot = &slots[slot_count - 1];
 		if (!set(slot, slot->before))
-			return; /* the next try */
+			return false; /* the next try */
 		slot_count--;
 	}
+	return true;
 }

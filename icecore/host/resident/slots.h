@@ -11,11 +11,11 @@ struct replacement {
 	void *function;
 };
 
-/* Make a library call these functions instead (ended by a name of NULL); return for how many of
- * them it has a slot. Nothing else may do so at the same time. */
-int slots_replace(const struct link_map *library, const struct replacement *by);
+/* Make a library call these functions instead (ended by a name of NULL, 32 at most); return which of
+ * them it has a slot for, as bits. Nothing else may do so at the same time. */
+unsigned slots_replace(const struct link_map *library, const struct replacement *by);
 
-/* Undo it. */
-void slots_put_back(void);
+/* Undo it; return whether all is as it was. */
+bool slots_put_back(void);
 
 #endif
