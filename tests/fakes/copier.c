@@ -21,3 +21,8 @@ EXPORT void *copier_copy(void *to, const void *from, size_t size)
 {
 	return memcpy(to, from, size);
 }
+
+EXPORT void *copier_move(void *from, size_t size, size_t new_size, void *to)
+{
+	return mremap(from, size, new_size, MREMAP_MAYMOVE | MREMAP_FIXED, to);
+}

@@ -13,6 +13,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from icecore.dumper.gpu import resident
 from icecore.dumper.options import DumpOptions
 from icecore.errors import DumpFailed
 from icecore.events import Event
-from icecore.host.cuda.threads import copying_threads
+from icecore.host.cuda import threads
 from icecore.host.kernel import limits, procfs
 from icecore.host.resident import client
 from tests.dumper.world import Events, Store
@@ -64,6 +65,13 @@ class Copies:
         for call in ("copier_map", "copier_copy"):
             getattr(self.library, call).restype = ctypes.c_void_p
         self.library.copier_map.argtypes = [ctypes.c_size_t]
+        self.library.copier_move.restype = ctypes.c_void_p
+        self.library.copier_move.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_size_t,
+            ctypes.c_void_p,
+        ]
         self.library.copier_unmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         self.library.copier_copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
         assert self.own.use_library(ctypes.c_void_p(self.library._handle)) == 0
@@ -99,17 +107,29 @@ def present(address: int, size: int) -> int:
     )
 
 
+def copying_threads(pid: int) -> list[int]:
+    """The threads of a process that copies.c started."""
+    found = []
+    for one in procfs.threads(pid):
+        with suppress(OSError):
+            if Path(f"/proc/{pid}/task/{one}/comm").read_text() == "icecore-copy\n":
+                found.append(one)
+    return found
+
+
 def own_threads() -> list[int]:
     return copying_threads(os.getpid())
 
 
-def begun(copies: Copies, some: int, huge: int = 0) -> None:
-    some = min(some, len(os.sched_getaffinity(0)) - 1)
-    assert copies.begin(some, huge)
+def wait_threads(some: int) -> None:
     end = time.monotonic() + 10
     while len(own_threads()) != some:
         assert time.monotonic() < end
-        time.sleep(0.001)
+        time.sleep(0.0005)
+
+
+def begun(copies: Copies, some: int, huge: int = 0) -> None:
+    assert copies.begin(min(some, len(os.sched_getaffinity(0)) - 1), huge)
 
 
 def test_everything_arrives_and_zeros_are_left_out(copies: Copies) -> None:
@@ -122,41 +142,89 @@ def test_everything_arrives_and_zeros_are_left_out(copies: Copies) -> None:
         noise[: size - 5000],
         bytes(size - PART - 100) + noise[:100] + bytes(PART),
     ]
-    begun(copies, 3)
-    at = copies.library.copier_map(MAPPING)
-    assert present(at, MAPPING) == 0
-    for number, piece in enumerate(pieces):
-        copies.copy(at + number * size, piece)
-    found = [
-        ctypes.string_at(at + number * size, len(piece)) for number, piece in enumerate(pieces)
-    ]
-    assert found == pieces
+    there = []
+    for _ in range(3):
+        begun(copies, 3)
+        at = copies.library.copier_map(MAPPING)
+        for number, piece in enumerate(pieces):
+            copies.copy(at + number * size, piece)
+        there.append(present(at, MAPPING))
+        found = [
+            ctypes.string_at(at + number * size, len(piece)) for number, piece in enumerate(pieces)
+        ]
+        assert found == pieces
+        copies.end()
+        assert not own_threads()
+        assert copies.library.copier_unmap(at, MAPPING) == 0
+    # The first window makes all pages, as the driver asks; from then on what was needed.
+    assert there[0] == MAPPING // mmap.PAGESIZE
+    assert there[1] == there[2] == 5 * size // mmap.PAGESIZE
+
+
+def learnt(copies: Copies, size: int = MAPPING) -> None:
+    """A window after which nothing of a mapping of that size counts as needed."""
+    begun(copies, 1)
+    copies.library.copier_unmap(copies.library.copier_map(size), size)
     copies.end()
-    assert not own_threads()
-    assert copies.library.copier_unmap(at, MAPPING) == 0
 
 
-def test_memory_of_zeros_is_never_made(copies: Copies) -> None:
+def test_memory_of_zeros_is_not_made(copies: Copies) -> None:
+    learnt(copies)
     begun(copies, 2)
     at = copies.library.copier_map(MAPPING)
+    assert present(at, MAPPING) == 0
     copies.copy(at, bytes(MAPPING // 2))
     copies.copy(at + MAPPING // 2, bytes(SHARED - 1) + b"x")
     assert 0 < present(at, MAPPING) <= PART // mmap.PAGESIZE
     copies.library.copier_unmap(at, MAPPING)
 
 
+def test_a_mapping_of_another_size_is_made_as_the_driver_asks(copies: Copies) -> None:
+    learnt(copies)
+    begun(copies, 2)
+    at = copies.library.copier_map(MAPPING + 4096)
+    assert present(at, MAPPING + 4096) == MAPPING // mmap.PAGESIZE + 1
+    copies.library.copier_unmap(at, MAPPING + 4096)
+
+
+def test_memory_that_the_driver_moves_or_gives_back_in_parts(copies: Copies) -> None:
+    learnt(copies)
+    begun(copies, 2)
+    at = copies.library.copier_map(MAPPING)
+    to = copies.library.copier_map(MAPPING)
+    piece = 8 * MIB
+    assert copies.library.copier_unmap(to, MAPPING) == 0
+    for offset in reversed(range(0, 4 * piece, piece)):
+        assert copies.library.copier_move(at + offset, piece, piece, to + offset) == to + offset
+    assert copies.library.copier_unmap(at + 5 * piece, piece) == 0
+    noise = random.Random(5).randbytes(MIB)
+    copies.copy(to, bytes(piece))
+    copies.copy(to + piece, noise + bytes(piece - MIB))
+    copies.copy(at + 4 * piece, bytes(piece))
+    copies.copy(at + 6 * piece, bytes(piece - MIB) + noise)
+    assert present(to, 4 * piece) == present(at + 4 * piece, piece) + MIB // mmap.PAGESIZE
+    assert present(at + 6 * piece, piece) == MIB // mmap.PAGESIZE
+    assert ctypes.string_at(to + piece, piece) == noise + bytes(piece - MIB)
+    assert ctypes.string_at(at + 6 * piece, piece) == bytes(piece - MIB) + noise
+    for place in (to, at):
+        copies.library.copier_unmap(place, MAPPING)
+
+
 def test_zeros_are_written_where_there_was_something(copies: Copies) -> None:
+    learnt(copies)
     begun(copies, 2)
     at = copies.library.copier_map(MAPPING)
     ctypes.memset(at + MIB, 7, MIB)
     copies.copy(at, bytes(4 * MIB))
     assert ctypes.string_at(at, 4 * MIB) == bytes(4 * MIB)
-    # Memory that somebody else mapped there meanwhile, or that is none of the driver's.
+    # Memory that is none of the driver's.
     copies.library.copier_unmap(at, MAPPING)
     with mmap.mmap(-1, 4 * MIB) as other:
         other[:] = b"y" * len(other)
-        copies.copy(ctypes.addressof(ctypes.c_char.from_buffer(other)), bytes(len(other)))
+        held = ctypes.c_char.from_buffer(other)
+        copies.copy(ctypes.addressof(held), bytes(len(other)))
         assert other[:] == bytes(len(other))
+        del held
 
 
 def test_memory_of_a_file_in_the_place_of_the_drivers_gets_its_zeros(
@@ -284,27 +352,27 @@ def test_nothing_begins_without_threads_or_a_library(copies: Copies) -> None:
     assert not own_threads()
 
 
-def test_threads_that_rest_do_not_work(copies: Copies) -> None:
-    begun(copies, 3)
-    time.sleep(0.3)
+def test_threads_end_when_there_is_nothing_to_copy(copies: Copies) -> None:
+    begun(copies, 1)
+    assert not own_threads()
+    held = ctypes.create_string_buffer(2 * MIB)
+    for _ in range(3):
+        while len(own_threads()) != 1:
+            copies.copy(ctypes.addressof(held), bytes(2 * MIB))
+        wait_threads(0)
 
-    def ticks() -> int:
-        return sum(
-            sum(
-                map(
-                    int,
-                    Path(f"/proc/self/task/{one}/stat")
-                    .read_text()
-                    .rpartition(")")[2]
-                    .split()[11:13],
-                )
-            )
-            for one in own_threads()
-        )
 
-    before = ticks()
-    time.sleep(0.5)
-    assert ticks() <= before + 1
+def test_who_waits_for_their_end(copies: Copies) -> None:
+    before = procfs.threads(os.getpid())
+    begun(copies, 1)
+    held = ctypes.create_string_buffer(2 * MIB)
+    copies.copy(ctypes.addressof(held), bytes(2 * MIB))
+    assert threads.wait_ended(os.getpid(), before) == []
+    assert not own_threads()
+    more = threading.Thread(target=time.sleep, args=(4,))
+    more.start()
+    assert threads.wait_ended(os.getpid(), before) == [more.native_id]
+    more.join()
 
 
 @pytest.mark.skipif(limits.huge_pages() != "madvise", reason="huge pages are not asked for here")
@@ -384,7 +452,7 @@ def test_a_job_with_memory_that_the_driver_moves(launch: Launch, store: Store, m
 def test_zeros_on_the_gpu_are_no_memory_of_the_process(launch: Launch, store: Store) -> None:
     job = launch(left=96)
     found: dict[bool, int] = {}
-    for copies in (True, False):
+    for copies in (True, True, False):
         events = Events()
         seen: list[int] = []
         events.hooks["dump.files", "begin"] = lambda _, seen=seen: seen.append(

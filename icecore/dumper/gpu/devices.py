@@ -252,8 +252,9 @@ class Devices:
             before = {pid: procfs.read_maps(pid) for pid in self.pids}
             with phase(self._emit, "dump.gpu.checkpoint") as running:
                 copying = self._resident.copying_pids if self._resident is not None else frozenset()
-                populated = frozenset(self.pids) - copying if self._populate else frozenset()
-                done, failed = self._helper.checkpoint(self.pids, populate=populated)
+                done, failed = self._helper.checkpoint(
+                    self.pids, populate=self._populate, copying=copying
+                )
                 raise_failed(failed, "checkpointed")
                 after = {pid: procfs.read_maps(pid) for pid in self.pids}
                 require_no_others(self._root, self._inspection, self.pids)

@@ -5,6 +5,8 @@ process is stopped.
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,18 +17,29 @@ from icecore.host.kernel import procfs
 _NAMES = re.compile(r"cuda-EvtHandlr|cuda[0-9a-fA-F]{11}")
 
 
-#: COPIES_NAME of icecore/host/resident/copies.h.
-_COPYING = "icecore-copy"
+#: For threads that end by themselves after 3 ms without work (``copies.c``), of which the driver,
+#: which goes on working, leaves them more.
+_END_SECONDS = 2.0
+_POLL_SECONDS = 0.0005
 
 
-def copying_threads(pid: int) -> list[int]:
-    """Return the threads of a process, by their numbers here, that make the driver's copies. They
-    have to run whenever the driver works in it.
+def wait_ended(pid: int, before: Collection[int]) -> list[int]:
+    """Wait until a process has no other threads than before: those that made the driver's copies
+    have ended. Return the others where they do not end.
+
+    Args:
+        before: Threads that it had, by their numbers here.
 
     Raises:
         NotFound: The process has ended.
     """
-    return [thread for thread in procfs.threads(pid) if _name(pid, thread) == _COPYING]
+    end = time.monotonic() + _END_SECONDS
+    known = frozenset(before)
+    while others := [one for one in procfs.threads(pid) if one not in known]:
+        if time.monotonic() > end:
+            break
+        time.sleep(_POLL_SECONDS)
+    return others
 
 
 def has_drivers_threads(pid: int) -> bool:

@@ -155,13 +155,17 @@ class Helper(Client):
         return self._each("lock", {pid: {"seconds": seconds} for pid in pids})[1]
 
     def checkpoint(
-        self, pids: Iterable[int], *, populate: Container[int] = ()
+        self, pids: Iterable[int], *, populate: bool = False, copying: Container[int] = ()
     ) -> tuple[dict[int, Checkpointed], dict[int, DeviceError]]:
-        """Checkpoint all at once; return where their memory is now, and the failures. ``populate``:
-        for which of them the driver's mapping is made for it.
+        """Checkpoint all at once; return where their memory is now, and the failures.
+
+        Args:
+            populate: The driver's mappings are made for it.
+            copying: Those that make them, and the driver's copies, themselves.
         """
         done, failed = self._each(
-            "checkpoint", {pid: {"populate": pid in populate} for pid in pids}
+            "checkpoint",
+            {pid: {"populate": populate, "copies": pid in copying} for pid in pids},
         )
         return {
             pid: Checkpointed(Placement(placement), *made)

@@ -26,6 +26,7 @@ from icecore.errors import IcecoreError, NotFound
 from icecore.host.cuda.api import DeviceCheckpoint, DeviceError, IllegalState, device_error
 from icecore.host.cuda.holder import Holder
 from icecore.host.cuda.populate import Populating
+from icecore.host.cuda.threads import wait_ended
 from icecore.host.gpu import backend
 from icecore.host.gpu.undo import Undo
 from icecore.host.kernel import oom, procfs
@@ -37,8 +38,15 @@ from icecore.host.rpc.calls import Refusal, Request, begun, requests
 _ACTING = frozenset(("lock", "checkpoint", "restore", "unlock", "hold", "go-on"))
 
 
-def _checkpoint(api: DeviceCheckpoint, pid: int, *, populate: bool) -> list[object]:
+def _checkpoint(api: DeviceCheckpoint, pid: int, *, populate: bool, copies: bool) -> list[object]:
     """Return the fields of `Checkpointed`."""
+    if copies:
+        before = procfs.threads(pid)
+        placement = api.checkpoint(pid)
+        if others := wait_ended(pid, before):
+            # CRIU does not know them, and would leave them out.
+            raise device_error("checkpoint", pid, 999, f"threads {others} do not end")
+        return [placement.value]
     if not populate:
         return [api.checkpoint(pid).value]
     thread = 0
@@ -133,7 +141,7 @@ class _Server:
                     self._undo.running(pid)  # somebody else has it
                     raise
             case "checkpoint":
-                return _checkpoint(api, pid, populate=about["populate"])
+                return _checkpoint(api, pid, populate=about["populate"], copies=about["copies"])
             case "restore":
                 api.restore(pid, about["gpus"])
             case "unlock":

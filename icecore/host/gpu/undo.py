@@ -14,7 +14,6 @@ from icecore.errors import IcecoreError, NotFound
 from icecore.host.cuda.api import DeviceCheckpoint, DeviceError, State, device_error
 from icecore.host.cuda.holder import Holder, NotHeld
 from icecore.host.cuda.populate import host_thread
-from icecore.host.cuda.threads import copying_threads
 from icecore.host.kernel import procfs, ptrace
 from icecore.host.resident.client import Agent
 
@@ -79,7 +78,7 @@ class Undo:
         """
         if self._holder is None or not self._holder.wait(seconds):
             return False
-        self._holder.let_go([thread for pid in pids for thread in _workers(self._api, pid)])
+        self._holder.let_go([_drivers_thread(self._api, pid) for pid in pids])
         return True
 
     def bind(self, root: int) -> None:
@@ -150,21 +149,16 @@ class Undo:
         while not holder.wait(_POLL_SECONDS):
             if holder.lost or time.monotonic() > end or not any(_traced(pid) for pid in touched):
                 return frozenset()
-        threads: dict[int, list[int]] = {}
+        threads = {}
         for pid, started in touched.items():
             with suppress(DeviceError, NotFound):
                 if _lives(pid, started):
-                    threads[pid] = _workers(self._api, pid)
+                    threads[pid] = _drivers_thread(self._api, pid)
         try:
-            holder.let_go([thread for those in threads.values() for thread in those])
+            holder.let_go(threads.values())
         except NotHeld:
             return frozenset()
         return frozenset(threads)
-
-
-def _workers(api: DeviceCheckpoint, pid: int) -> list[int]:
-    """Return the threads that have to run while the driver works in a process."""
-    return [_drivers_thread(api, pid), *copying_threads(pid)]
 
 
 def _drivers_thread(api: DeviceCheckpoint, pid: int) -> int:
@@ -222,11 +216,12 @@ def back_to_running(api: DeviceCheckpoint, pid: int, started: int, *, held: bool
 
 @contextmanager
 def _others_standing(api: DeviceCheckpoint, pid: int) -> Iterator[None]:
-    """Stop all threads of a process here but those that work for the driver, where no CRIU holds it
-    (any more). For the calling thread.
+    """Stop all but the driver's thread of a process here, where no CRIU holds it (any more). For
+    the calling thread.
     """
+    drivers = _drivers_thread(api, pid)
     with ExitStack() as stack:
-        seen = set(_workers(api, pid))
+        seen = {drivers}
         while new := set(procfs.threads(pid)) - seen:
             for thread in new:
                 stack.enter_context(ptrace.standing(thread, _STOP_SECONDS))

@@ -1,28 +1,29 @@
 /* The driver's checkpoint copies what the GPU has for a process (its code, stacks, queues) into one
  * large new mapping of it, and its restore copies that back: through a small buffer, with memcpy(3),
- * in one thread, piece by piece of 2 MiB. That is half of each. Most of it is zeros.
+ * in one thread, in pieces of 2 MiB. That is half of each. Much of it is zeros.
  *
- * So for a window, libcuda calls what is here for memcpy: several threads share out each piece, and
- * a part that is all zeros is not written where the memory has never been touched, which reads as
- * zeros. Such memory is neither made, nor scanned, nor dumped. The new mapping is not populated
- * (MAP_POPULATE: one thread makes all of it, in pages of 4 KiB): the threads that write to it make
- * its pages, which are huge where that was allowed.
+ * So for a window, libcuda calls what is here for memcpy: several threads share out each piece. A
+ * part that is all zeros is not written where the memory has never been touched, which reads as
+ * zeros: such memory is neither made, nor scanned, nor dumped. The driver asks for a mapping with
+ * all its pages (MAP_POPULATE), which one thread would make, of 4 KiB each. Here several threads
+ * make those that were needed in the last window, huge where that is allowed; in the first window,
+ * all.
  *
- * The threads live only from the end of `window_unmap` to `window_map`. Meanwhile all others may be
- * held, by CRIU, and be part of a snapshot; these may run whenever the driver's may. The C library
- * knows nothing of them: it would call malloc for a thread, and a parked thread may hold its lock.
- * They share the agent's thread-local memory, so they make system calls without errno.
+ * The driver's thread starts the threads when it has something to copy, and they end after a few
+ * milliseconds without work: there are none when CRIU, which holds all others meanwhile, goes on
+ * (icecore.host.cuda.threads waits for that), and none in a snapshot. The C library knows nothing
+ * of them: it would call malloc for a thread, and a parked thread may hold its lock. They share the
+ * thread-local memory of the driver's thread, so they make system calls without errno.
  *
  * A filter of system calls (seccomp(2)) sees only such as the driver and the agent make, too.
- *
- * Whoever stops a thread in the middle of a part has the driver wait for it. It is stopped where
- * the driver does not work (icecore.host.cuda.holder).
  */
 #define _GNU_SOURCE
+#include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
 #include <linux/futex.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
@@ -46,44 +47,50 @@
 #define STACK ((size_t)64 << 10)
 #define SPINS 3000 /* some hundred microseconds: the driver's next piece comes sooner */
 #define TICK_NANOSECONDS 1000000l
-#define NAMED_NANOSECONDS 100000000ll
+#define IDLE_NANOSECONDS 3000000l /* after which a thread ends */
 #define MAPPING ((size_t)64 << 20) /* from here on a mapping counts as the driver's */
 #define HUGE ((size_t)2 << 20)
-#define MAPPINGS 16
+#define RANGES 256
+#define KNOWN ((size_t)16 << 30) /* bytes of mappings of which is remembered what was needed */
 #define PAGE ((size_t)4096)
+#define POPULATE_WRITE 23 /* MADV_POPULATE_WRITE, Linux 5.14 */
 #define PRESENT_OR_SWAPPED (3ull << 62) /* in an entry of /proc/PID/pagemap */
 #define END_NANOSECONDS 1000000000ll
 
-static struct thread {
-	void *stack;
-	atomic_int id; /* the kernel sets it to 0 when the thread has ended */
-} threads[MOST_THREADS];
-static unsigned thread_count;
+static char *stacks; /* one for each thread */
+static atomic_int thread_ids[MOST_THREADS]; /* the kernel sets one to 0 when the thread has ended */
+static unsigned most_threads;
 static bool begun;
-static atomic_bool ending;
-static atomic_uint named; /* threads that are called as they should be */
 
-/* The copy under way: its number << 32 | its parts << 16 | the next part. A part is taken by
- * increasing it, which fails if the copy is another one by then; so what describes a copy is read
+/* The work under way: its number << 32 | its parts << 16 | the next part. A part is taken by
+ * increasing it, which fails if the work is another one by then; so what describes the work is read
  * first, and holds if it succeeds. */
 static _Atomic uint64_t state;
 static atomic_uint number, sleepers, done;
-static atomic_bool awaited; /* whoever shared out a copy sleeps until it is done */
-static struct copy {
+static atomic_bool awaited; /* whoever shared out the work sleeps until it is done */
+static struct work {
 	char *to;
-	const char *from;
+	const char *from; /* NULL: the pages of `to` are made, part by part of a huge page */
 	size_t size;
-	int pages; /* /proc/self/pagemap, where zeros need not be written; -1: everything is */
-} copy;
+	/* /proc/self/pagemap, where zeros need not be written; -1: all are. If pages are made: 0, all
+	 * of them; 1, those that were needed in the last window */
+	int pages;
+	size_t origin; /* where `to` lies in what the driver has mapped since the window began */
+} work;
 static atomic_uint first_touch[2]; /* of a huge page, even or odd: 1, by somebody; 2, done */
-static atomic_flag copying = ATOMIC_FLAG_INIT;
+static atomic_flag working = ATOMIC_FLAG_INIT;
 
-/* Private memory that libcuda has mapped since the window began, and not unmapped. */
-static struct mapping {
+/* Private memory that libcuda has mapped since the window began, wherever it has moved it. */
+static struct range {
 	uintptr_t start, end;
-} mappings[MAPPINGS];
-static size_t huge_left;
-static atomic_flag mappings_lock = ATOMIC_FLAG_INIT;
+	size_t origin;
+} ranges[RANGES];
+static size_t range_count, mapped, huge_left;
+static atomic_flag ranges_lock = ATOMIC_FLAG_INIT;
+
+/* By origin, a bit for each huge page: was something else than zeros copied there? */
+static _Atomic uint64_t needed[KNOWN / HUGE / 64], needed_before[KNOWN / HUGE / 64];
+static size_t mapped_before; /* in the last window; 0: there was none */
 
 static long call(long number_, long a, long b, long c, long d)
 {
@@ -164,17 +171,46 @@ static void touch(char *at)
 		wait_change(first, 1, &spins);
 }
 
-static void copy_part(const struct copy *what, size_t part)
+static void note_needed(size_t origin, size_t size)
+{
+	for (size_t page = origin / HUGE; page <= (origin + size - 1) / HUGE; page++)
+		if (page < KNOWN / HUGE)
+			atomic_fetch_or(&needed[page / 64], 1ull << page % 64);
+}
+
+/* Whether a huge page is probably needed: as it was in the last window, if that was like this one. */
+static bool is_needed(size_t origin)
+{
+	size_t page = origin / HUGE;
+
+	return page >= KNOWN / HUGE || atomic_load(&needed_before[page / 64]) >> page % 64 & 1;
+}
+
+static void copy_part(const struct work *what, size_t part)
 {
 	size_t at = part * PART, size = what->size - at < PART ? what->size - at : PART;
 	char *to = what->to + at;
 
-	if (what->pages >= 0 && is_untouched(what->pages, to, size)) {
-		if (all_zeros(what->from + at, size))
-			return;
-		touch(to);
+	if (what->pages >= 0) {
+		bool zeros = all_zeros(what->from + at, size);
+		if (!zeros)
+			note_needed(what->origin + at, size);
+		if (is_untouched(what->pages, to, size)) {
+			if (zeros)
+				return;
+			touch(to);
+		}
 	}
 	memcpy(to, what->from + at, size);
+}
+
+static void make_part(const struct work *what, size_t part)
+{
+	size_t at = part * HUGE, size = what->size - at < HUGE ? what->size - at : HUGE;
+
+	/* where it fails, pages are made when they are written to */
+	if (what->pages == 0 || is_needed(what->origin + at))
+		call(SYS_madvise, (long)(what->to + at), (long)size, POPULATE_WRITE, 0);
 }
 
 /* Take and copy a part; return whether there was one. */
@@ -183,11 +219,11 @@ static bool take_part(void)
 	uint64_t now = atomic_load_explicit(&state, memory_order_acquire);
 
 	while ((now & MOST_PARTS) < (now >> 16 & MOST_PARTS)) {
-		struct copy what = copy;
+		struct work what = work;
 		atomic_thread_fence(memory_order_acquire);
 		if (!atomic_compare_exchange_weak(&state, &now, now + 1))
 			continue;
-		copy_part(&what, now & MOST_PARTS);
+		(what.from ? copy_part : make_part)(&what, now & MOST_PARTS);
 		if (atomic_fetch_add(&done, 1) + 1 == (now >> 16 & MOST_PARTS) &&
 		    atomic_load(&awaited))
 			call(SYS_futex, (long)&done, FUTEX_WAKE_PRIVATE, 1, 0);
@@ -196,14 +232,14 @@ static bool take_part(void)
 	return false;
 }
 
-static int work(void *unused)
+static int run(void *unused)
 {
+	struct timespec idle = {0, IDLE_NANOSECONDS};
 	int spins = 0;
 
 	(void)unused;
 	call(SYS_prctl, PR_SET_NAME, (long)COPIES_NAME, 0, 0);
-	atomic_fetch_add(&named, 1);
-	while (!atomic_load(&ending)) {
+	for (;;) {
 		if (take_part()) {
 			spins = 0;
 		} else if (spins < SPINS) {
@@ -211,15 +247,18 @@ static int work(void *unused)
 			__builtin_ia32_pause();
 		} else {
 			unsigned seen = atomic_load(&number);
+			long result = 0;
 			atomic_fetch_add(&sleepers, 1);
-			/* the copy that was begun before we looked would not wake us */
-			if (seen == atomic_load(&state) >> 32 && !atomic_load(&ending))
-				call(SYS_futex, (long)&number, FUTEX_WAIT_PRIVATE, (long)seen, 0);
+			/* the work that was begun before we looked would not wake us */
+			if (seen == atomic_load(&state) >> 32)
+				result = call(SYS_futex, (long)&number, FUTEX_WAIT_PRIVATE,
+				    (long)seen, (long)&idle);
 			atomic_fetch_sub(&sleepers, 1);
+			if (result == -ETIMEDOUT)
+				return 0;
 			spins = 0;
 		}
 	}
-	return 0;
 }
 
 static void publish(unsigned next, uint64_t parts)
@@ -230,80 +269,174 @@ static void publish(unsigned next, uint64_t parts)
 		call(SYS_futex, (long)&number, FUTEX_WAKE_PRIVATE, INT_MAX, 0);
 }
 
-static void lock_mappings(void)
+static void start_threads(void)
 {
-	while (atomic_flag_test_and_set(&mappings_lock))
+	/* errors of a raw clone(2) leave nothing behind, and nothing of it allocates */
+	const int flags = CLONE_VM | CLONE_FS | CLONE_FILES | CLONE_SIGHAND | CLONE_THREAD |
+	    CLONE_SYSVSEM | CLONE_PARENT_SETTID | CLONE_CHILD_CLEARTID;
+	const uint64_t all = ~0ull;
+	uint64_t mask = 0;
+	unsigned missing = 0;
+	int before = errno;
+
+	for (unsigned i = 0; i < most_threads; i++)
+		missing += !atomic_load(&thread_ids[i]);
+	if (!missing)
+		return;
+	/* no handler of the application's ever runs in them */
+	call(SYS_rt_sigprocmask, SIG_SETMASK, (long)&all, (long)&mask, sizeof mask);
+	for (unsigned i = 0; i < most_threads; i++)
+		if (!atomic_load(&thread_ids[i]) &&
+		    clone(run, stacks + (i + 1) * STACK, flags, NULL, &thread_ids[i], NULL,
+			&thread_ids[i]) < 0)
+			break;
+	call(SYS_rt_sigprocmask, SIG_SETMASK, (long)&mask, 0, sizeof mask);
+	errno = before;
+}
+
+static void lock_ranges(void)
+{
+	while (atomic_flag_test_and_set(&ranges_lock))
 		__builtin_ia32_pause();
 }
 
-static bool is_mapped(uintptr_t start, size_t size)
+/* Whether all of this is memory that libcuda has mapped; from where on. */
+static bool find_range(uintptr_t start, size_t size, size_t *origin)
 {
 	bool found = false;
 
-	lock_mappings();
-	for (size_t i = 0; !found && i < MAPPINGS; i++)
-		found = start >= mappings[i].start && start + size <= mappings[i].end;
-	atomic_flag_clear(&mappings_lock);
+	lock_ranges();
+	for (size_t i = 0; !found && i < range_count; i++)
+		if (start >= ranges[i].start && start + size <= ranges[i].end) {
+			*origin = ranges[i].origin + (start - ranges[i].start);
+			found = true;
+		}
+	atomic_flag_clear(&ranges_lock);
 	return found;
 }
 
-/* What lay there is gone; new: what libcuda has mapped there lets zeros be left out. */
-static void note_mapping(uintptr_t start, size_t size, bool new)
+static void add_range(uintptr_t start, uintptr_t end, size_t origin)
 {
-	lock_mappings();
-	for (size_t i = 0; i < MAPPINGS; i++)
-		if (start < mappings[i].end && start + size > mappings[i].start)
-			mappings[i] = (struct mapping){0, 0};
-	for (size_t i = 0; new && i < MAPPINGS; i++)
-		if (!mappings[i].end) {
-			mappings[i] = (struct mapping){start, start + size};
-			break;
-		}
-	atomic_flag_clear(&mappings_lock);
+	if (start < end && range_count < RANGES)
+		ranges[range_count++] = (struct range){start, end, origin};
 }
 
-static void share_out(char *to, const char *from, size_t size)
+/* What lay there is gone. With the lock. */
+static void remove_ranges(uintptr_t start, uintptr_t end)
+{
+	for (size_t i = 0; i < range_count;) {
+		struct range found = ranges[i];
+		if (start >= found.end || end <= found.start) {
+			i++;
+			continue;
+		}
+		ranges[i] = ranges[--range_count];
+		/* where there is no room for these, zeros are written there */
+		add_range(found.start, start, found.origin);
+		if (end < found.end)
+			add_range(end, found.end, found.origin + (end - found.start));
+	}
+}
+
+static void forget(uintptr_t start, size_t size)
+{
+	lock_ranges();
+	remove_ranges(start, start + size);
+	atomic_flag_clear(&ranges_lock);
+}
+
+/* Once the driver reads from its memory, it has no more to write there; and a restore may have put a
+ * file in the place of it, which does not read as zeros where no page is. */
+static void note_read(uintptr_t start, size_t size)
+{
+	lock_ranges();
+	for (size_t i = 0; i < range_count; i++)
+		if (start < ranges[i].end && start + size > ranges[i].start)
+			range_count = 0;
+	atomic_flag_clear(&ranges_lock);
+}
+
+static void note_mapping(uintptr_t start, size_t size)
+{
+	lock_ranges();
+	add_range(start, start + size, mapped);
+	mapped += size;
+	atomic_flag_clear(&ranges_lock);
+}
+
+static void note_move(uintptr_t from, size_t old_size, uintptr_t to, size_t new_size)
+{
+	struct range moved[RANGES];
+	size_t count = 0, size = old_size < new_size ? old_size : new_size;
+
+	lock_ranges();
+	for (size_t i = 0; i < range_count; i++) {
+		uintptr_t start = ranges[i].start > from ? ranges[i].start : from,
+			  end = ranges[i].end < from + size ? ranges[i].end : from + size;
+		if (start < end)
+			moved[count++] = (struct range){start - from + to, end - from + to,
+			    ranges[i].origin + (start - ranges[i].start)};
+	}
+	remove_ranges(from, from + old_size);
+	remove_ranges(to, to + new_size);
+	for (size_t i = 0; i < count; i++)
+		add_range(moved[i].start, moved[i].end, moved[i].origin);
+	atomic_flag_clear(&ranges_lock);
+}
+
+/* Share out work, of which the caller has `working`. */
+static void share_out(struct work what, size_t part)
 {
 	unsigned next = atomic_load(&number) + 1;
-	uint64_t parts = (size + PART - 1) / PART;
+	uint64_t parts = (what.size + part - 1) / part;
+	int spins = 0;
 
-	copy = (struct copy){to, from, size, -1};
-	if (is_mapped((uintptr_t)to, size))
-		copy.pages = (int)call(SYS_openat, AT_FDCWD, (long)"/proc/self/pagemap",
-		    O_RDONLY | O_CLOEXEC, 0);
-	int pages = copy.pages;
+	work = what;
 	atomic_store(&first_touch[0], 0);
 	atomic_store(&first_touch[1], 0);
 	atomic_store(&done, 0);
 	publish(next, parts);
+	start_threads();
 	while (take_part())
 		;
 	/* The others finish theirs; a part may wait for memory that a restore still fetches. */
-	int spins = 0;
 	for (unsigned now; (now = atomic_load(&done)) < parts;) {
 		if (spins == SPINS - 1)
 			atomic_store(&awaited, true);
 		wait_change(&done, now, &spins);
 	}
 	atomic_store(&awaited, false);
-	if (pages >= 0)
-		call(SYS_close, pages, 0, 0, 0);
 }
 
 /* What libcuda has from the C library as memcpy is memmove (GLIBC_2.2.5). */
 static void *copies_memcpy(void *to, const void *from, size_t size)
 {
 	uintptr_t distance = (uintptr_t)to - (uintptr_t)from;
+	struct work what = {to, from, size, -1, 0};
 
 	if (size < LEAST || size > PART * MOST_PARTS || distance < size || -distance < size ||
-	    atomic_flag_test_and_set(&copying))
+	    atomic_flag_test_and_set(&working))
 		return memmove(to, from, size);
-	/* Once it reads from its mapping, it has no more to write there; and a restore may have put a
-	 * file in the place of the mapping, which does not read as zeros where no page is. */
-	note_mapping((uintptr_t)from, size, false);
-	share_out(to, from, size);
-	atomic_flag_clear(&copying);
+	note_read((uintptr_t)from, size);
+	if (find_range((uintptr_t)to, size, &what.origin))
+		what.pages = (int)call(SYS_openat, AT_FDCWD, (long)"/proc/self/pagemap",
+		    O_RDONLY | O_CLOEXEC, 0);
+	share_out(what, PART);
+	if (what.pages >= 0)
+		call(SYS_close, what.pages, 0, 0, 0);
+	atomic_flag_clear(&working);
 	return to;
+}
+
+/* Make the pages that are needed; all where the last window does not tell. */
+static void make_pages(char *at, size_t size, size_t origin)
+{
+	struct work what = {at, NULL, size, mapped_before == origin + size, origin};
+
+	if (size > HUGE * MOST_PARTS || atomic_flag_test_and_set(&working))
+		return;
+	share_out(what, HUGE);
+	atomic_flag_clear(&working);
 }
 
 static void *copies_mmap(void *address, size_t size, int protection, int flags, int file, off_t at)
@@ -316,17 +449,30 @@ static void *copies_mmap(void *address, size_t size, int protection, int flags, 
 
 	if (found == MAP_FAILED)
 		return found;
-	note_mapping((uintptr_t)found, size, ours);
-	size_t huge = size < huge_left ? size : huge_left;
-	if (ours && huge >= MAPPING - HUGE && !madvise(found, huge, MADV_HUGEPAGE))
+	forget((uintptr_t)found, size);
+	if (!ours)
+		return found;
+	size_t huge = size < huge_left ? size : huge_left, origin = mapped;
+	if (huge >= MAPPING - HUGE && !madvise(found, huge, MADV_HUGEPAGE))
 		huge_left -= huge;
+	note_mapping((uintptr_t)found, size);
+	make_pages(found, size, origin);
 	return found;
 }
 
 static int copies_munmap(void *address, size_t size)
 {
-	note_mapping((uintptr_t)address, size, false);
+	forget((uintptr_t)address, size);
 	return munmap(address, size);
+}
+
+static void *copies_mremap(void *from, size_t size, size_t new_size, int flags, void *to)
+{
+	void *found = (void *)syscall(SYS_mremap, from, size, new_size, flags, to);
+
+	if (found != MAP_FAILED)
+		note_move((uintptr_t)from, size, (uintptr_t)found, new_size);
+	return found;
 }
 
 static const struct replacement replacements[] = {
@@ -335,26 +481,10 @@ static const struct replacement replacements[] = {
     {"mmap", (void *)copies_mmap},
     {"mmap64", (void *)copies_mmap},
     {"munmap", (void *)copies_munmap},
+    {"mremap", (void *)copies_mremap},
     {NULL, NULL},
 };
 enum { COPY = 1 | 2, MAP = 4 | 8, UNMAP = 16 }; /* bits of these; one of each is needed */
-
-static bool start_thread(struct thread *thread)
-{
-	/* errors of a raw clone(2) leave errno alone, and nothing of it allocates */
-	const int flags = CLONE_VM | CLONE_FS | CLONE_FILES | CLONE_SIGHAND | CLONE_THREAD |
-	    CLONE_SYSVSEM | CLONE_PARENT_SETTID | CLONE_CHILD_CLEARTID;
-
-	thread->stack = mmap(NULL, STACK, PROT_READ | PROT_WRITE,
-	    MAP_PRIVATE | MAP_ANONYMOUS | MAP_STACK | MAP_NORESERVE, -1, 0);
-	if (thread->stack == MAP_FAILED)
-		return false;
-	if (clone(work, (char *)thread->stack + STACK, flags, NULL, &thread->id, NULL,
-		&thread->id) > 0)
-		return true;
-	munmap(thread->stack, STACK);
-	return false;
-}
 
 /* Threads that can run beside the caller's, on the processors that are allowed to it. */
 static unsigned can_run(unsigned wanted)
@@ -371,37 +501,38 @@ static unsigned can_run(unsigned wanted)
 bool copies_begin(unsigned wanted, size_t huge)
 {
 	const struct link_map *library = driver_library();
-	int64_t until = clock_now() + NAMED_NANOSECONDS;
 
-	wanted = can_run(wanted);
-	if (begun || !wanted || !library)
+	if (begun || !library)
+		return false;
+	most_threads = can_run(wanted < MOST_THREADS ? wanted : MOST_THREADS);
+	if (!most_threads)
+		return false;
+	stacks = mmap(NULL, most_threads * STACK, PROT_READ | PROT_WRITE,
+	    MAP_PRIVATE | MAP_ANONYMOUS | MAP_STACK | MAP_NORESERVE, -1, 0);
+	if (stacks == MAP_FAILED)
 		return false;
 	begun = true;
-	note_mapping(0, SIZE_MAX, false);
 	huge_left = huge;
-	atomic_store(&ending, false);
-	atomic_store(&named, 0);
-	while (thread_count < wanted && thread_count < MOST_THREADS &&
-	    start_thread(&threads[thread_count]))
-		thread_count++;
-	int spins = 0;
-	for (unsigned now; (now = atomic_load(&named)) < thread_count && clock_now() < until;)
-		wait_change(&named, now, &spins);
-	unsigned replaced = thread_count ? slots_replace(library, replacements) : 0;
+	/* What the last window did not map is not known. */
+	mapped_before = mapped;
+	for (size_t i = 0; i < sizeof needed / sizeof *needed; i++)
+		atomic_store(&needed_before[i], atomic_exchange(&needed[i], 0));
+	range_count = mapped = 0;
+	unsigned replaced = slots_replace(library, replacements);
 	if (replaced & COPY && replaced & MAP && replaced & UNMAP)
 		return true;
 	copies_end();
 	return false;
 }
 
-static bool has_ended(struct thread *thread, int64_t until)
+static bool has_ended(atomic_int *thread, int64_t until)
 {
-	for (int id; (id = atomic_load(&thread->id));) {
-		struct timespec limit = {0, 10000000};
+	for (int id; (id = atomic_load(thread));) {
+		struct timespec limit = {0, TICK_NANOSECONDS};
 		if (clock_now() > until)
 			return false;
 		/* a shared futex: that is what the kernel wakes when it sets the word */
-		syscall(SYS_futex, &thread->id, FUTEX_WAIT, id, &limit);
+		call(SYS_futex, (long)thread, FUTEX_WAIT, id, (long)&limit);
 	}
 	return true;
 }
@@ -412,26 +543,28 @@ void copies_end(void)
 
 	if (!begun)
 		return;
-	bool back = slots_put_back();
-	/* A copy under way would lose its parts: nobody holds the driver's thread if the window was
-	 * given up. */
-	while (atomic_flag_test_and_set(&copying))
+	bool over = slots_put_back();
+	/* The window may have been given up while the driver, which nobody holds, still copies. */
+	while (atomic_flag_test_and_set(&working))
 		if (clock_now() > until)
 			return; /* the next try */
-	atomic_store(&ending, true);
-	publish(atomic_load(&number) + 1, 0);
-	atomic_flag_clear(&copying);
-	while (thread_count && has_ended(&threads[thread_count - 1], until))
-		munmap(threads[--thread_count].stack, STACK);
-	begun = thread_count > 0 || !back; /* one is stopped: the next try */
+	for (unsigned i = 0; over && i < most_threads; i++)
+		over = has_ended(&thread_ids[i], until);
+	if (over) {
+		munmap(stacks, most_threads * STACK);
+		most_threads = 0;
+		begun = false;
+	}
+	atomic_flag_clear(&working);
 }
 
 void copies_in_child(void)
 {
-	thread_count = 0;
+	memset(thread_ids, 0, sizeof thread_ids);
+	most_threads = 0;
 	begun = false;
-	atomic_flag_clear(&copying);
-	atomic_flag_clear(&mappings_lock);
+	atomic_flag_clear(&working);
+	atomic_flag_clear(&ranges_lock);
 }
 
 #else

@@ -6,17 +6,16 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-/* What the threads are called: what holds all threads while the driver works lets these run
- * (icecore.host.cuda.threads has the same name). */
-#define COPIES_NAME "icecore-copy"
+#define COPIES_NAME "icecore-copy" /* what the threads are called */
 
-/* Begin, with so many threads beside the driver's; every other thread but the agent's is parked.
+/* Begin, with so many threads at most beside the driver's; every other thread but the agent's is
+ * parked.
  *
  * huge: so many bytes of the mapping that the driver makes may be huge pages.
  * Return whether the driver's copies are made here. */
 bool copies_begin(unsigned threads, size_t huge);
 
-/* End the threads, and leave the copies to the driver. Does nothing where none began. */
+/* Leave the copies to the driver again, once the threads have ended. Does nothing where none began. */
 void copies_end(void);
 
 void copies_in_child(void);
