@@ -182,7 +182,7 @@ class _Serving:
 
         from icecore.dumper.memory.cells import plan_cells
         from icecore.dumper.memory.known import KnownCells
-        from icecore.dumper.memory.present import present_extents, private_regions, ranges_of
+        from icecore.dumper.memory.present import pages_of, private_regions
         from icecore.dumper.memory.scan import scan
         from icecore.dumper.memory.staging import Slot, Staging
         from icecore.host.kernel import libc, procfs
@@ -191,7 +191,7 @@ class _Serving:
         from icecore.store.format.cell import CELL
 
         regions = private_regions(procfs.read_maps(pid))
-        plan = plan_cells(regions, present_extents(pid, ranges_of(regions), threads))
+        plan = plan_cells(regions, pages_of(pid, regions, threads))
         firsts = plan.first_run.tolist()
         addresses = plan.runs.ctypes.data
         staging = Staging(64 * CELL_BYTES)

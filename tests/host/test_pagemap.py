@@ -101,8 +101,9 @@ def test_what_holds_something_whoever_asks_how(scanned, monkeypatch):
             (a + 4 * 4096, a + (300 << 20)),
             (a + (310 << 20), a + (400 << 20)),
         ]
-        for threads in (1, 3):
-            runs = pagemap.contents_of(it.pid, ranges, threads)
+        starts = [start for start, _ in ranges]
+        for threads, anonymous in ((1, []), (3, []), (1, starts), (3, starts), (3, starts[1:2])):
+            runs = pagemap.contents_of(it.pid, ranges, threads, anonymous=anonymous)
             found = [
                 ((s - a) // 4096, (e - s) // 4096)
                 for s, e in zip(runs["start"].tolist(), runs["end"].tolist(), strict=True)

@@ -44,9 +44,8 @@ from icecore.dumper.memory.precopy import PreCopied
 from icecore.dumper.memory.present import (
     Present,
     has_shared_pages,
-    present_extents,
+    pages_of,
     private_regions,
-    ranges_of,
 )
 from icecore.dumper.memory.scan import ReadElsewhere
 from icecore.dumper.memory.shared import SharedMemory
@@ -396,7 +395,7 @@ class EarlyScan:
                 for region in private_regions(mappings)
                 if not region.protection & procfs.PROT_EXEC
             ]
-            return pid, regions, present_extents(pid, ranges_of(regions), threads)
+            return pid, regions, pages_of(pid, regions, threads)
 
         sizes = {pid: procfs.resident_bytes(pid) for pid in pids}
         yield from share_out(look, sizes, self._context.threads)

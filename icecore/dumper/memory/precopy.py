@@ -23,9 +23,8 @@ from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.pipeline import Pipeline, SpaceSink
 from icecore.dumper.memory.present import (
     has_shared_pages,
-    present_extents,
+    pages_of,
     private_regions,
-    ranges_of,
 )
 from icecore.dumper.memory.scan import ScanResult, Source, scan
 from icecore.dumper.memory.spaces import ParentSpace, ScanContext
@@ -155,7 +154,7 @@ def pre_copy(
     """
     try:
         regions = private_regions(procfs.read_maps(pid))
-        extents = present_extents(pid, ranges_of(regions), context.threads)
+        extents = pages_of(pid, regions, context.threads)
         with RemoteReader(pid, shared=has_shared_pages(pid, extents)) as reader:
             regions = inherit_origins(
                 cut(regions, allocations(reader, regions, extents)),

@@ -215,15 +215,13 @@ def data_ranges(file: int, ranges: npt.NDArray[np.uint64]) -> npt.NDArray[np.uin
     return np.concatenate([*found, np.empty((0, 2), np.uint64)])
 
 
-def find_runs(
-    pagemap: int, ranges: npt.NDArray[np.uint64], excluded: int
-) -> npt.NDArray[np.uint64] | None:
+def find_runs(pagemap: int, ranges: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64] | None:
     """Find the runs of pages in ranges that are present or swapped out, by PAGEMAP_SCAN.
 
     Args:
         pagemap: Descriptor of /proc/PID/pagemap.
-        ranges: u8[n, 2], start and end of each range. The call changes it.
-        excluded: Categories (PAGE_IS_ bits). Pages in any of them are left out.
+        ranges: u8[n, 3], of each range start, end, and excluded categories (PAGE_IS_ bits): pages in
+            any of them are left out. The call changes it.
 
     Returns:
         u8[m, 3]: start and end of each run, and 0, in the order of the ranges. None: the native
@@ -235,9 +233,7 @@ def find_runs(
     if native_scan_lacks():
         return None
     word, place = ctypes.c_int64, ctypes.c_void_p
-    call = ctypes.CFUNCTYPE(word, word, place, word, ctypes.c_uint64, place, word, place)(
-        ("find_runs", _library())
-    )
+    call = ctypes.CFUNCTYPE(word, word, place, word, place, word, place)(("find_runs", _library()))
     found, room, done = [], _RANGES, word()
     while len(ranges):
         out = np.empty((room, 3), np.uint64)
@@ -245,7 +241,6 @@ def find_runs(
             pagemap,
             ranges.ctypes.data,
             len(ranges),
-            excluded,
             out.ctypes.data,
             room,
             ctypes.addressof(done),
