@@ -412,7 +412,7 @@ def _three(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         resident,
         "_copies",
-        lambda processes: client.Copies(3, limits.spare_huge_bytes() // processes),
+        lambda processes: client.Copies(3, limits.spare_huge_bytes(processes)),
     )
 
 

@@ -446,4 +446,4 @@ def _copies(processes: int) -> Copies:
     """Return how each of so many processes makes the driver's copies: they share the cores."""
     some = max(1, processes)
     cores = limits.threads_for(_COPY_THREADS * some) // some
-    return Copies(threads=max(0, cores - 1), huge=limits.spare_huge_bytes() // some)
+    return Copies(threads=max(0, cores - 1), huge=limits.spare_huge_bytes(some))

@@ -158,13 +158,13 @@ def overcommits() -> bool:
     return _sysctl("vm.overcommit_memory") != 2
 
 
-def spare_huge_bytes() -> int:
-    """Return how much of new memory can be huge pages where that has to be asked for
-    (madvise(2)), in whole cells; 0: as it is, nothing is to be asked for.
+def spare_huge_bytes(processes: int = 1) -> int:
+    """Return how much new memory of each of some processes can be huge pages, in whole cells, where
+    they have to be requested (madvise(2)); 0 where they need not be, or cannot.
     """
     if not huge_page_bytes() or huge_pages() != "madvise":
         return 0
-    return free_huge_bytes() // CELL_BYTES * CELL_BYTES
+    return free_huge_bytes() // processes // CELL_BYTES * CELL_BYTES
 
 
 def free_huge_bytes() -> int:

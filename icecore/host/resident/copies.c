@@ -1,6 +1,6 @@
 /* The driver's checkpoint copies what the GPU has for a process (its code, stacks, queues) into one
- * large new mapping of it, and its restore copies that back: through a small buffer, with memcpy(3),
- * in one thread, in pieces of 2 MiB. That is half of each. Much of it is zeros.
+ * large new mapping of it, and its restore copies that back: through a small buffer, with
+ * memcpy(3), in one thread, in pieces of 2 MiB. That is half of each. Much of it is zeros.
  *
  * So for a window, libcuda calls what is here for memcpy: several threads share out each piece. A
  * part that is all zeros is not written where the memory has never been touched, which reads as
@@ -72,8 +72,8 @@ static struct work {
 	char *to;
 	const char *from; /* NULL: the pages of `to` are made, part by part of a huge page */
 	size_t size;
-	/* /proc/self/pagemap, where zeros need not be written; -1: all are. If pages are made: 0, all
-	 * of them; 1, those that were needed in the last window */
+	/* /proc/self/pagemap, where zeros need not be written; -1: all are. If pages are made: 0,
+	 * all of them; 1, those that were needed in the last window */
 	int pages;
 	size_t origin; /* where `to` lies in what the driver has mapped since the window began */
 } work;
@@ -98,9 +98,9 @@ static long call(long number_, long a, long b, long c, long d)
 	long result;
 
 	__asm__ volatile("syscall"
-			 : "=a"(result)
-			 : "a"(number_), "D"(a), "S"(b), "d"(c), "r"(r10)
-			 : "rcx", "r11", "memory");
+	    : "=a"(result)
+	    : "a"(number_), "D"(a), "S"(b), "d"(c), "r"(r10)
+	    : "rcx", "r11", "memory");
 	return result;
 }
 
@@ -156,7 +156,8 @@ static bool is_untouched(int pages, const char *at, size_t size)
 	return true;
 }
 
-/* Several threads that touch a new huge page at once would each clear one, and all but one in vain. */
+/* Several threads that touch a new huge page at once would each clear one, and all but one in vain.
+ */
 static void touch(char *at)
 {
 	atomic_uint *first = &first_touch[(uintptr_t)at / HUGE % 2];
@@ -178,7 +179,8 @@ static void note_needed(size_t origin, size_t size)
 			atomic_fetch_or(&needed[page / 64], 1ull << page % 64);
 }
 
-/* Whether a huge page is probably needed: as it was in the last window, if that was like this one. */
+/* Whether a huge page is probably needed: as it was in the last window, if that was like this one.
+ */
 static bool is_needed(size_t origin)
 {
 	size_t page = origin / HUGE;
@@ -345,8 +347,8 @@ static void forget(uintptr_t start, size_t size)
 	atomic_flag_clear(&ranges_lock);
 }
 
-/* Once the driver reads from its memory, it has no more to write there; and a restore may have put a
- * file in the place of it, which does not read as zeros where no page is. */
+/* Once the driver reads from its memory, it has no more to write there; and a restore may have put
+ * a file in the place of it, which does not read as zeros where no page is. */
 static void note_read(uintptr_t start, size_t size)
 {
 	lock_ranges();
@@ -419,8 +421,8 @@ static void *copies_memcpy(void *to, const void *from, size_t size)
 		return memmove(to, from, size);
 	note_read((uintptr_t)from, size);
 	if (find_range((uintptr_t)to, size, &what.origin))
-		what.pages = (int)call(SYS_openat, AT_FDCWD, (long)"/proc/self/pagemap",
-		    O_RDONLY | O_CLOEXEC, 0);
+		what.pages = (int)call(
+		    SYS_openat, AT_FDCWD, (long)"/proc/self/pagemap", O_RDONLY | O_CLOEXEC, 0);
 	share_out(what, PART);
 	if (what.pages >= 0)
 		call(SYS_close, what.pages, 0, 0, 0);
@@ -442,8 +444,8 @@ static void make_pages(char *at, size_t size, size_t origin)
 static void *copies_mmap(void *address, size_t size, int protection, int flags, int file, off_t at)
 {
 	const int kind = MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE;
-	bool ours = size >= MAPPING && (flags & ~MAP_FIXED_NOREPLACE) == kind &&
-	    protection & PROT_WRITE;
+	bool ours =
+	    size >= MAPPING && (flags & ~MAP_FIXED_NOREPLACE) == kind && protection & PROT_WRITE;
 	void *found =
 	    mmap(address, size, protection, ours ? flags & ~MAP_POPULATE : flags, file, at);
 

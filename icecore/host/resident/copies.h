@@ -1,5 +1,5 @@
-/* The driver's copies between the GPU and the memory of the process during a window, made by several
- * threads, and without writing zeros where there are some. */
+/* The driver's copies between the GPU and the memory of the process during a window, made by
+ * several threads, and without writing zeros where there are some. */
 #ifndef ICECORE_RESIDENT_COPIES_H
 #define ICECORE_RESIDENT_COPIES_H
 
@@ -15,7 +15,8 @@
  * Return whether the driver's copies are made here. */
 bool copies_begin(unsigned threads, size_t huge);
 
-/* Leave the copies to the driver again, once the threads have ended. Does nothing where none began. */
+/* Leave the copies to the driver again, once the threads have ended. Does nothing where none began.
+ */
 void copies_end(void);
 
 void copies_in_child(void);

@@ -63,8 +63,8 @@ static bool set(const struct slot *slot, void *function)
 	return !slot->read_only || !mprotect(page, PAGE, PROT_READ);
 }
 
-static unsigned replace_in(const struct link_map *library, const ElfW(Rela) *entries, size_t size,
-    const ElfW(Sym) *symbols, const char *names, const struct replacement *by)
+static unsigned replace_in(const struct link_map *library, const ElfW(Rela) * entries, size_t size,
+    const ElfW(Sym) * symbols, const char *names, const struct replacement *by)
 {
 	struct part read_only = read_only_part(library);
 	unsigned done = 0;
@@ -78,8 +78,8 @@ static unsigned replace_in(const struct link_map *library, const ElfW(Rela) *ent
 				continue;
 			uintptr_t at = library->l_addr + entries[i].r_offset;
 			struct slot *slot = &slots[slot_count];
-			*slot = (struct slot){(void **)at, *(void **)at,
-			    at >= read_only.start && at < read_only.end};
+			*slot = (struct slot){
+			    (void **)at, *(void **)at, at >= read_only.start && at < read_only.end};
 			slot_count++; /* put back also where only its protection failed */
 			if (set(slot, one->function))
 				done |= 1u << (one - by);
@@ -89,7 +89,7 @@ static unsigned replace_in(const struct link_map *library, const ElfW(Rela) *ent
 }
 
 /* The loader has made these addresses absolute, unless it could not write to them. */
-static const void *address_of(const struct link_map *library, const ElfW(Dyn) *entry)
+static const void *address_of(const struct link_map *library, const ElfW(Dyn) * entry)
 {
 	ElfW(Addr) value = entry->d_un.d_ptr;
 

@@ -11,8 +11,8 @@ struct replacement {
 	void *function;
 };
 
-/* Make a library call these functions instead (ended by a name of NULL, 32 at most); return which of
- * them it has a slot for, as bits. Nothing else may do so at the same time. */
+/* Make a library call these functions instead (ended by a name of NULL, 32 at most); return which
+ * of them it has a slot for, as bits. Nothing else may do so at the same time. */
 unsigned slots_replace(const struct link_map *library, const struct replacement *by);
 
 /* Undo it; return whether all is as it was. */
