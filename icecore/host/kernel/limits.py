@@ -159,8 +159,8 @@ def overcommits() -> bool:
 
 
 def spare_huge_bytes() -> int:
-    """Return how much of new memory can be huge pages where that has to be asked for
-    (madvise(2)), in whole cells; 0: as it is, nothing is to be asked for.
+    """Return how many bytes of new memory can be huge pages, in whole cells, if a process must ask
+    for them with madvise(2). 0: do not ask.
     """
     if not huge_page_bytes() or huge_pages() != "madvise":
         return 0

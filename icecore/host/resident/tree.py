@@ -40,7 +40,7 @@ class ResidentTree:
 
     Attributes:
         reports: How each process with an agent was when this object was made.
-        copying: Those that make the driver's copies themselves while they stand.
+        copying: The processes that make the driver's copies themselves while they stand.
     """
 
     def __init__(self, directory: Path, pids: Mapping[int, int]) -> None:
