@@ -58,8 +58,8 @@ _HASH_BYTES = 1 << 20
 
 
 class ProcFileOpen(DumpFailed):
-    """A file that a restore would not find was open. Programs open such files for a moment: another
-    dump may succeed.
+    """A file that a restore would not find was open. Programs open such files only briefly:
+    another dump may succeed.
     """
 
 

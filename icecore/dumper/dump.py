@@ -39,8 +39,8 @@ from icecore.text import require_label
 #: seconds.
 _ATTEMPTS = 12
 _FIRST_PAUSE, _MOST_PAUSE = 0.02, 1.0
-#: How many times at most a dump is made from the beginning, where something passes by itself that
-#: shows only late, and the seconds in between: about as long as CUDA takes to initialise.
+#: The most tries of a whole dump if a transient condition that shows only late makes it fail, and
+#: the seconds between two tries: about as long as CUDA takes to initialise.
 _REPEATS, _REPEAT_PAUSE = 4, 1.0
 
 
@@ -167,8 +167,8 @@ def dump(
 
 def _run_until_fit(request: Request, hooks: Hooks) -> Committed:
     """Run the phases, and start over if a process started to use a GPU after the inspection, as the
-    process that starts torch.compile's compilers does, or had a file open that no restore would
-    find.
+    process that starts torch.compile's compilers does, or if the job had a file open that a restore
+    would not find.
     """
     for pause in (*[_REPEAT_PAUSE] * (_REPEATS - 1), None):
         deaths = DeathWatch(request.target.pid, request.target.job)

@@ -1,4 +1,4 @@
-/* A library that copies as libcuda does in a checkpoint: what tests of copies.c have the calls of
+/* A library that copies as libcuda does in a checkpoint. Tests of copies.c have its calls
  * replaced. */
 #define _GNU_SOURCE
 #include <string.h>

@@ -1,4 +1,4 @@
-/* What copies.c needs of driver.c: the library whose calls it replaces is that of a handle of
+/* What copies.c requires from driver.c. The library whose calls it replaces is given by a handle from
  * dlopen(3). */
 #define _GNU_SOURCE
 #include <dlfcn.h>

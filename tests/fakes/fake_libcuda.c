@@ -1179,7 +1179,7 @@ static int lock_calls(unsigned milliseconds)
 	return NOT_READY;
 }
 
-/* As the real driver, through a small buffer and memcpy(3), piece by piece. */
+/* Copy as the real driver does: piece by piece through a small buffer, with memcpy(3). */
 static char staging[GRANULE];
 
 static bool piecewise(char *at, size_t size, ptr device, int descriptor, bool out)

@@ -8,9 +8,9 @@ is resident, a small allocation that the driver moves. Once there is the file ``
 with status 0. With ``"late"`` the buffers are in the host's memory until there is that file, and
 with ``"freed"`` a resident one was allocated and released before. With ``"pool"`` it has an
 allocation of so many MiB, of which it uses the first. With ``"unseen"`` the preload does not see
-its contexts. With ``"left"`` it has so many small allocations, which the driver moves: the first quarter
-have random content, the others are zeros, and steps write to the first third. A step that finds
-something else in one writes the line ``wrong``.
+its contexts. With ``"left"`` it has this many small allocations, which the driver moves. The first
+quarter of them have random content, the others are zeros, and steps write to the first third. A
+step that finds other content in one than it expects writes the line ``wrong``.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def expected(some: int, mib: int, buffers: int) -> list[str]:
 
 
 def checked(lines: Iterator[str], left: Sequence[memoryview]) -> Iterator[str]:
-    """The same lines, unless a step finds one of these with other content than it should have."""
+    """Yield the same lines, but ``wrong`` where a step finds other content than it expects."""
     wanted = [bytearray(one) for one in left]
     for step, line in enumerate(lines):
         if left:

@@ -1,5 +1,5 @@
-"""The driver's copies of a window, made by threads of the process: everything arrives, zeros are
-left out where there are some, and nothing of it outlives the window.
+"""Threads of the process make the driver's copies of a window: everything arrives, zeros are not
+written to memory that reads as zeros, and no thread or replacement outlives the window.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .test_restore import bring_back
 MIB = 1 << 20
 SOURCES = Path("icecore/host/resident")
 ROOT = HERE.parent.parent
-#: Bytes of a mapping that counts as the driver's, and of what is shared out among threads.
+#: Sizes in bytes: a mapping that counts as the driver's, a copy that threads share, and its parts.
 MAPPING, SHARED, PART = 64 * MIB, 512 << 10, 128 << 10
 Launch = Callable[..., Job]
 
@@ -83,7 +83,7 @@ class Copies:
         self.own.copies_end()
 
     def copy(self, to: int, content: bytes) -> None:
-        """By the library."""
+        """Copy with the library."""
         held = ctypes.create_string_buffer(content, len(content))
         assert self.library.copier_copy(to, ctypes.addressof(held), len(content)) == to
 
@@ -98,7 +98,7 @@ def copies(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Copies]:
 
 
 def present(address: int, size: int) -> int:
-    """How many pages of memory of this process are there."""
+    """Return how many pages of this memory of the process are allocated."""
     with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
         entries = os.pread(pagemap.fileno(), size // 512, address // mmap.PAGESIZE * 8)
     return sum(
@@ -108,7 +108,7 @@ def present(address: int, size: int) -> int:
 
 
 def copying_threads(pid: int) -> list[int]:
-    """The threads of a process that copies.c started."""
+    """Return the threads of a process that copies.c started."""
     found = []
     for one in procfs.threads(pid):
         with suppress(OSError):
@@ -156,13 +156,13 @@ def test_everything_arrives_and_zeros_are_left_out(copies: Copies) -> None:
         copies.end()
         assert not own_threads()
         assert copies.library.copier_unmap(at, MAPPING) == 0
-    # The first window makes all pages, as the driver asks; from then on what was needed.
+    # The first window populates all pages, as the driver asks; later ones those that were needed.
     assert there[0] == MAPPING // mmap.PAGESIZE
     assert there[1] == there[2] == 5 * size // mmap.PAGESIZE
 
 
 def learnt(copies: Copies, size: int = MAPPING) -> None:
-    """A window after which nothing of a mapping of that size counts as needed."""
+    """Run a window after which no page of a mapping of that size counts as needed."""
     begun(copies, 1)
     copies.library.copier_unmap(copies.library.copier_map(size), size)
     copies.end()
@@ -217,7 +217,7 @@ def test_zeros_are_written_where_there_was_something(copies: Copies) -> None:
     ctypes.memset(at + MIB, 7, MIB)
     copies.copy(at, bytes(4 * MIB))
     assert ctypes.string_at(at, 4 * MIB) == bytes(4 * MIB)
-    # Memory that is none of the driver's.
+    # Memory that is not the driver's.
     copies.library.copier_unmap(at, MAPPING)
     with mmap.mmap(-1, 4 * MIB) as other:
         other[:] = b"y" * len(other)
@@ -230,7 +230,7 @@ def test_zeros_are_written_where_there_was_something(copies: Copies) -> None:
 def test_memory_of_a_file_in_the_place_of_the_drivers_gets_its_zeros(
     copies: Copies, tmp_path: Path
 ) -> None:
-    """A restore puts a file there (docs/decisions/011)."""
+    """A restore maps a file there (docs/decisions/011)."""
     (tmp_path / "file").write_bytes(b"z" * MAPPING)
     begun(copies, 2)
     at = copies.library.copier_map(MAPPING)
@@ -287,19 +287,19 @@ def test_windows_one_after_the_other(copies: Copies) -> None:
     at = ctypes.addressof(held)
     for number in range(6):
         begun(copies, 1 + number % 3)
-        assert not copies.begin()  # it has begun
+        assert not copies.begin()  # it has already begun
         ctypes.memset(held, 0, len(held))
         copies.copy(at, noise)
         assert held.raw == noise
         copies.end()
         assert not own_threads()
-        mapped = copies.library.copier_map(MAPPING)  # as without
+        mapped = copies.library.copier_map(MAPPING)  # as without copies.c
         assert present(mapped, MAPPING) == MAPPING // mmap.PAGESIZE
         copies.library.copier_unmap(mapped, MAPPING)
 
 
 def test_an_end_in_the_middle_of_copies(copies: Copies) -> None:
-    """The agent may end them while the driver, which nobody holds, still works."""
+    """The agent may end the copies while the driver's thread, which is not held, still works."""
     noise = random.Random(4).randbytes(2 * MIB)
     held, over, rounds = ctypes.create_string_buffer(2 * MIB), threading.Event(), 0
     wrong: list[int] = []
@@ -390,7 +390,7 @@ def test_huge_pages_are_asked_for_as_far_as_they_go(copies: Copies) -> None:
 
 
 def _covers(lines: list[str], address: int) -> bool:
-    """Whether the last mapping of these lines of smaps has an address in it."""
+    """Return whether the last mapping in these lines of smaps contains an address."""
     for line in reversed(lines):
         bounds = line.split()[0]
         if "-" in bounds and not bounds.endswith(":"):
@@ -408,7 +408,7 @@ def left(job: Job) -> list[int]:
 
 @pytest.fixture
 def _three(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine with more cores."""
+    """Use three threads, as on a machine with more cores."""
     monkeypatch.setattr(
         resident,
         "_copies",

@@ -44,7 +44,7 @@ _POLL_SECONDS = 0.2
 _UNLIMITED_LEASE = 3600.0
 _LEASE_GRACE = 30.0
 _KEEPER_SECONDS = 5.0
-#: That copy between a process and its GPU, the driver's own included: more were no faster.
+#: Threads that copy between a process and its GPU, including the driver's. More gain little.
 _COPY_THREADS = 8
 #: Allocations that a process may hand over in the window, at 0.6 ms each.
 _FEW = 16
@@ -114,7 +114,7 @@ class Resident:
 
     @property
     def copying_pids(self) -> frozenset[int]:
-        """Return the processes without their memory that make the driver's copies themselves."""
+        """Return the processes whose memory is away that make the driver's copies themselves."""
         return frozenset() if self._tree is None else frozenset(self._tree.copying)
 
     @property
@@ -270,7 +270,7 @@ class Resident:
 
         Args:
             limit: Seconds that this may take; None: no limit.
-            copies: Whether the processes make the driver's copies themselves, where they can
+            copies: Whether those processes that can make the driver's copies themselves do so
                 (`copying_pids`).
         """
         assert self._tree is not None
@@ -443,7 +443,7 @@ class Resident:
 
 
 def _copies(processes: int) -> Copies:
-    """Return how each of so many processes makes the driver's copies: they share the cores."""
+    """Return how each of this many processes, which share the cores, makes the driver's copies."""
     some = max(1, processes)
     cores = limits.threads_for(_COPY_THREADS * some) // some
     return Copies(threads=max(0, cores - 1), huge=limits.spare_huge_bytes(some))

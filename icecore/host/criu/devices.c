@@ -189,8 +189,8 @@ static int bind_all(char *words)
 	return 0;
 }
 
-/* The client is gone, perhaps in the middle of a call: the driver finishes what it has begun by
- * itself. */
+/* Wait until the driver rests. The client is gone, perhaps in the middle of a call, and the driver
+ * finishes by itself what it has begun. */
 static void let_end(void)
 {
 	enum { PAUSE_MS = 20, QUIET = 10, MOST_SECONDS = 60 };

@@ -17,18 +17,18 @@ from icecore.host.kernel import procfs
 _NAMES = re.compile(r"cuda-EvtHandlr|cuda[0-9a-fA-F]{11}")
 
 
-#: For threads that end by themselves after 3 ms without work (``copies.c``), of which the driver,
-#: which goes on working, leaves them more.
+#: The most seconds to wait for threads that end by themselves after 3 ms without work
+#: (``copies.c``). The driver works for longer than that after its last copy.
 _END_SECONDS = 2.0
 _POLL_SECONDS = 0.0005
 
 
 def wait_ended(pid: int, before: Collection[int]) -> list[int]:
-    """Wait until a process has no other threads than before: those that made the driver's copies
-    have ended. Return the others where they do not end.
+    """Wait until a process has only the threads that it had before: the threads that made the
+    driver's copies have ended. Return the threads that do not end in time.
 
     Args:
-        before: Threads that it had, by their numbers here.
+        before: The ids of the threads that the process had, in this process's pid namespace.
 
     Raises:
         NotFound: The process has ended.

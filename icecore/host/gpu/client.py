@@ -160,8 +160,9 @@ class Helper(Client):
         """Checkpoint all at once; return where their memory is now, and the failures.
 
         Args:
-            populate: The driver's mappings are made for it.
-            copying: Those that make them, and the driver's copies, themselves.
+            populate: Whether to create the driver's mappings for it.
+            copying: The processes that create these mappings and make the driver's copies
+                themselves.
         """
         done, failed = self._each(
             "checkpoint",

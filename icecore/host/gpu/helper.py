@@ -44,7 +44,7 @@ def _checkpoint(api: DeviceCheckpoint, pid: int, *, populate: bool, copies: bool
         before = procfs.threads(pid)
         placement = api.checkpoint(pid)
         if others := wait_ended(pid, before):
-            # CRIU does not know them, and would leave them out.
+            # CRIU does not know these threads and would omit them.
             raise device_error("checkpoint", pid, 999, f"threads {others} do not end")
         return [placement.value]
     if not populate:

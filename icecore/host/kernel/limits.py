@@ -159,8 +159,8 @@ def overcommits() -> bool:
 
 
 def spare_huge_bytes(processes: int = 1) -> int:
-    """Return how much new memory of each of some processes can be huge pages, in whole cells, where
-    they have to be requested (madvise(2)); 0 where they need not be, or cannot.
+    """Return how many bytes of new memory each of some processes can have as huge pages, in whole
+    cells, if it must ask for them with madvise(2). 0: do not ask.
     """
     if not huge_page_bytes() or huge_pages() != "madvise":
         return 0

@@ -101,12 +101,12 @@ _COPIES = 2
 
 @dataclass(frozen=True)
 class Copies:
-    """How a process is to make the driver's copies of a window itself
+    """How a process makes the driver's copies of a window itself
     (``icecore/host/resident/copies.c``).
 
     Attributes:
-        threads: Beside the driver's; 0: the driver makes them.
-        huge: Bytes of its new mapping that may be huge pages.
+        threads: Threads in addition to the driver's; 0: the driver makes the copies.
+        huge: Bytes of the driver's new mapping that may be huge pages.
     """
 
     threads: int = 0
@@ -115,11 +115,11 @@ class Copies:
 
 @dataclass(frozen=True)
 class Unmapped:
-    """What was taken away from a process.
+    """The device memory that was unmapped from a process.
 
     Attributes:
-        bytes: Its device memory.
-        copies: Whether it makes the driver's copies itself.
+        bytes: The size of this memory.
+        copies: Whether the process makes the driver's copies itself.
     """
 
     bytes: int
@@ -236,12 +236,12 @@ class Agent(_Speaker):
                 )
 
     def unmap(self, seconds: float = 10.0, copies: Copies | None = None) -> Unmapped:
-        """Take the memory of a parked process away once the keeper has all of it. On failure the
+        """Unmap the memory of a parked process once the keeper has all of it. If this fails, the
         process runs with its memory.
 
         Args:
-            copies: How it makes the driver's copies; None: not at all. An older preload, or one on
-                another processor, never does.
+            copies: How the process makes the driver's copies; None: it does not. With an older
+                preload, or on another processor architecture than x86-64, it never does.
 
         Raises:
             ResidentFailed: With the code EAGAIN: a thread stood where the driver cannot do without

@@ -1,21 +1,23 @@
-/* The driver's checkpoint copies what the GPU has for a process (its code, stacks, queues) into one
- * large new mapping of it, and its restore copies that back: through a small buffer, with
- * memcpy(3), in one thread, in pieces of 2 MiB. That is half of each. Much of it is zeros.
+/* The driver's checkpoint copies what the GPU holds for a process (its code, stacks, queues) into
+ * one large new mapping of the process, and its restore copies that back. One thread copies pieces
+ * of 2 MiB through a small buffer with memcpy(3). That is half of each call. Much of the memory is
+ * zeros.
  *
- * So for a window, libcuda calls what is here for memcpy: several threads share out each piece. A
- * part that is all zeros is not written where the memory has never been touched, which reads as
- * zeros: such memory is neither made, nor scanned, nor dumped. The driver asks for a mapping with
- * all its pages (MAP_POPULATE), which one thread would make, of 4 KiB each. Here several threads
- * make those that were needed in the last window, huge where that is allowed; in the first window,
- * all.
+ * So for the length of a window, libcuda calls the functions of this file instead of memcpy:
+ * several threads share each piece. They do not write zeros to memory that was never touched,
+ * because it reads as zeros. Such memory is not allocated, scanned or dumped. The driver asks for a
+ * mapping with all its pages (MAP_POPULATE), which one thread would populate, with pages of 4 KiB.
+ * Here, several threads populate the pages that the last window needed, with huge pages where that
+ * is allowed; in the first window, they populate all pages.
  *
  * The driver's thread starts the threads when it has something to copy, and they end after a few
- * milliseconds without work: there are none when CRIU, which holds all others meanwhile, goes on
- * (icecore.host.cuda.threads waits for that), and none in a snapshot. The C library knows nothing
- * of them: it would call malloc for a thread, and a parked thread may hold its lock. They share the
- * thread-local memory of the driver's thread, so they make system calls without errno.
+ * milliseconds without work. CRIU holds all other threads meanwhile. When it continues, these
+ * threads have ended (icecore.host.cuda.threads waits for that), so no snapshot contains them. The
+ * C library does not know them: it would call malloc to create a thread, and a parked thread may
+ * hold malloc's lock. The threads share the thread-local memory of the driver's thread, so their
+ * system calls do not set errno.
  *
- * A filter of system calls (seccomp(2)) sees only such as the driver and the agent make, too.
+ * A filter of system calls (seccomp(2)) sees only calls that the driver and the agent make, too.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -41,46 +43,47 @@
 #if defined __x86_64__
 
 #define PART ((size_t)128 << 10)
-#define LEAST (4 * PART) /* what is smaller is copied by who wants it */
+#define LEAST (4 * PART) /* the calling thread alone copies what is smaller */
 #define MOST_PARTS 0xffffu
 #define MOST_THREADS 16
 #define STACK ((size_t)64 << 10)
-#define SPINS 3000 /* some hundred microseconds: the driver's next piece comes sooner */
+#define SPINS 3000 /* a few hundred microseconds: the driver's next piece comes sooner */
 #define TICK_NANOSECONDS 1000000l
-#define IDLE_NANOSECONDS 3000000l /* after which a thread ends */
-#define MAPPING ((size_t)64 << 20) /* from here on a mapping counts as the driver's */
+#define IDLE_NANOSECONDS 3000000l /* after this time without work, a thread ends */
+#define MAPPING ((size_t)64 << 20) /* the smallest mapping that counts as the driver's */
 #define HUGE ((size_t)2 << 20)
 #define RANGES 256
-#define KNOWN ((size_t)16 << 30) /* bytes of mappings of which is remembered what was needed */
+#define KNOWN ((size_t)16 << 30) /* bytes of mappings for which `needed` has bits */
 #define PAGE ((size_t)4096)
 #define POPULATE_WRITE 23 /* MADV_POPULATE_WRITE, Linux 5.14 */
 #define PRESENT_OR_SWAPPED (3ull << 62) /* in an entry of /proc/PID/pagemap */
 #define END_NANOSECONDS 1000000000ll
 
 static char *stacks; /* one for each thread */
-static atomic_int thread_ids[MOST_THREADS]; /* the kernel sets one to 0 when the thread has ended */
+static atomic_int thread_ids[MOST_THREADS]; /* the kernel sets an id to 0 when its thread ends */
 static unsigned most_threads;
 static bool begun;
 
-/* The work under way: its number << 32 | its parts << 16 | the next part. A part is taken by
- * increasing it, which fails if the work is another one by then; so what describes the work is read
- * first, and holds if it succeeds. */
+/* The current work: its number << 32 | its parts << 16 | the next part. A thread takes a part by
+ * increasing this value, which fails if the work has changed. So the thread reads the description
+ * of the work first; it is valid if the increase succeeds. */
 static _Atomic uint64_t state;
 static atomic_uint number, sleepers, done;
-static atomic_bool awaited; /* whoever shared out the work sleeps until it is done */
+static atomic_bool awaited; /* the thread that shares out the work sleeps until it is done */
 static struct work {
 	char *to;
-	const char *from; /* NULL: the pages of `to` are made, part by part of a huge page */
+	const char *from; /* NULL: populate `to`, in parts of a huge page */
 	size_t size;
-	/* /proc/self/pagemap, where zeros need not be written; -1: all are. If pages are made: 0,
-	 * all of them; 1, those that were needed in the last window */
+	/* Of a copy: a descriptor of /proc/self/pagemap if some zeros need not be written; -1:
+	 * write all. Of pages to populate: 0, all; 1, those that the last window needed. */
 	int pages;
-	size_t origin; /* where `to` lies in what the driver has mapped since the window began */
+	size_t origin; /* offset of `to` in all that the driver has mapped since the window began */
 } work;
-static atomic_uint first_touch[2]; /* of a huge page, even or odd: 1, by somebody; 2, done */
+static atomic_uint
+    first_touch[2]; /* of an even or odd huge page: 1, a thread touches it; 2, done */
 static atomic_flag working = ATOMIC_FLAG_INIT;
 
-/* Private memory that libcuda has mapped since the window began, wherever it has moved it. */
+/* Private memory that libcuda has mapped since the window began, at its current addresses. */
 static struct range {
 	uintptr_t start, end;
 	size_t origin;
@@ -88,9 +91,9 @@ static struct range {
 static size_t range_count, mapped, huge_left;
 static atomic_flag ranges_lock = ATOMIC_FLAG_INIT;
 
-/* By origin, a bit for each huge page: was something else than zeros copied there? */
+/* A bit for each huge page, by origin: whether anything but zeros was copied there. */
 static _Atomic uint64_t needed[KNOWN / HUGE / 64], needed_before[KNOWN / HUGE / 64];
-static size_t mapped_before; /* in the last window; 0: there was none */
+static size_t mapped_before; /* `mapped` of the last window; 0: there was no window */
 
 static long call(long number_, long a, long b, long c, long d)
 {
@@ -104,8 +107,9 @@ static long call(long number_, long a, long b, long c, long d)
 	return result;
 }
 
-/* Spin for a while, then sleep until a word changes, or for a moment: whoever changes it need not
- * wake anybody, and there may be fewer processors than threads. */
+/* Spin for a while, then sleep until a word changes or a short timeout passes. With the timeout,
+ * the thread that changes the word need not wake others. Spinning alone would be slow with fewer
+ * processors than threads. */
 static void wait_change(atomic_uint *word, unsigned seen, int *spins)
 {
 	struct timespec limit = {0, TICK_NANOSECONDS};
@@ -139,7 +143,7 @@ static bool all_zeros(const char *at, size_t size)
 	return true;
 }
 
-/* Whether none of the pages of private anonymous memory was ever touched. */
+/* Return whether no page of this private anonymous memory was ever touched. */
 static bool is_untouched(int pages, const char *at, size_t size)
 {
 	uint64_t entries[PART / PAGE + 2];
@@ -156,7 +160,7 @@ static bool is_untouched(int pages, const char *at, size_t size)
 	return true;
 }
 
-/* Several threads that touch a new huge page at once would each clear one, and all but one in vain.
+/* Let one thread touch a new huge page: several at once would each clear one, all but one in vain.
  */
 static void touch(char *at)
 {
@@ -179,8 +183,7 @@ static void note_needed(size_t origin, size_t size)
 			atomic_fetch_or(&needed[page / 64], 1ull << page % 64);
 }
 
-/* Whether a huge page is probably needed: as it was in the last window, if that was like this one.
- */
+/* Return whether a huge page is probably needed, assuming that this window is like the last one. */
 static bool is_needed(size_t origin)
 {
 	size_t page = origin / HUGE;
@@ -210,7 +213,7 @@ static void make_part(const struct work *what, size_t part)
 {
 	size_t at = part * HUGE, size = what->size - at < HUGE ? what->size - at : HUGE;
 
-	/* where it fails, pages are made when they are written to */
+	/* if this fails, the kernel allocates pages when they are written to */
 	if (what->pages == 0 || is_needed(what->origin + at))
 		call(SYS_madvise, (long)(what->to + at), (long)size, POPULATE_WRITE, 0);
 }
@@ -251,7 +254,8 @@ static int run(void *unused)
 			unsigned seen = atomic_load(&number);
 			long result = 0;
 			atomic_fetch_add(&sleepers, 1);
-			/* the work that was begun before we looked would not wake us */
+			/* work that began before sleepers was increased would not wake this thread
+			 */
 			if (seen == atomic_load(&state) >> 32)
 				result = call(SYS_futex, (long)&number, FUTEX_WAIT_PRIVATE,
 				    (long)seen, (long)&idle);
@@ -273,7 +277,7 @@ static void publish(unsigned next, uint64_t parts)
 
 static void start_threads(void)
 {
-	/* errors of a raw clone(2) leave nothing behind, and nothing of it allocates */
+	/* a clone(2) that fails leaves nothing behind, and clone(2) allocates no memory */
 	const int flags = CLONE_VM | CLONE_FS | CLONE_FILES | CLONE_SIGHAND | CLONE_THREAD |
 	    CLONE_SYSVSEM | CLONE_PARENT_SETTID | CLONE_CHILD_CLEARTID;
 	const uint64_t all = ~0ull;
@@ -285,7 +289,7 @@ static void start_threads(void)
 		missing += !atomic_load(&thread_ids[i]);
 	if (!missing)
 		return;
-	/* no handler of the application's ever runs in them */
+	/* the application's signal handlers must not run in these threads */
 	call(SYS_rt_sigprocmask, SIG_SETMASK, (long)&all, (long)&mask, sizeof mask);
 	for (unsigned i = 0; i < most_threads; i++)
 		if (!atomic_load(&thread_ids[i]) &&
@@ -302,7 +306,7 @@ static void lock_ranges(void)
 		__builtin_ia32_pause();
 }
 
-/* Whether all of this is memory that libcuda has mapped; from where on. */
+/* Return whether all of this memory is in one range that libcuda has mapped; set its origin. */
 static bool find_range(uintptr_t start, size_t size, size_t *origin)
 {
 	bool found = false;
@@ -323,7 +327,7 @@ static void add_range(uintptr_t start, uintptr_t end, size_t origin)
 		ranges[range_count++] = (struct range){start, end, origin};
 }
 
-/* What lay there is gone. With the lock. */
+/* Forget what was there. The caller holds the lock. */
 static void remove_ranges(uintptr_t start, uintptr_t end)
 {
 	for (size_t i = 0; i < range_count;) {
@@ -333,7 +337,7 @@ static void remove_ranges(uintptr_t start, uintptr_t end)
 			continue;
 		}
 		ranges[i] = ranges[--range_count];
-		/* where there is no room for these, zeros are written there */
+		/* if there is no room for these ranges, zeros are written there */
 		add_range(found.start, start, found.origin);
 		if (end < found.end)
 			add_range(end, found.end, found.origin + (end - found.start));
@@ -347,8 +351,8 @@ static void forget(uintptr_t start, size_t size)
 	atomic_flag_clear(&ranges_lock);
 }
 
-/* Once the driver reads from its memory, it has no more to write there; and a restore may have put
- * a file in the place of it, which does not read as zeros where no page is. */
+/* Forget all ranges when the driver reads from one: it writes no more there. A restore may also
+ * have mapped a file there, and then memory without a page does not read as zeros. */
 static void note_read(uintptr_t start, size_t size)
 {
 	lock_ranges();
@@ -386,7 +390,7 @@ static void note_move(uintptr_t from, size_t old_size, uintptr_t to, size_t new_
 	atomic_flag_clear(&ranges_lock);
 }
 
-/* Share out work, of which the caller has `working`. */
+/* Share out work. The caller holds `working`. */
 static void share_out(struct work what, size_t part)
 {
 	unsigned next = atomic_load(&number) + 1;
@@ -401,7 +405,8 @@ static void share_out(struct work what, size_t part)
 	start_threads();
 	while (take_part())
 		;
-	/* The others finish theirs; a part may wait for memory that a restore still fetches. */
+	/* Wait for the other threads' parts. A part may wait for memory that a restore still
+	 * fetches. */
 	for (unsigned now; (now = atomic_load(&done)) < parts;) {
 		if (spins == SPINS - 1)
 			atomic_store(&awaited, true);
@@ -410,7 +415,7 @@ static void share_out(struct work what, size_t part)
 	atomic_store(&awaited, false);
 }
 
-/* What libcuda has from the C library as memcpy is memmove (GLIBC_2.2.5). */
+/* The memcpy that libcuda imports from the C library is memmove (GLIBC_2.2.5). */
 static void *copies_memcpy(void *to, const void *from, size_t size)
 {
 	uintptr_t distance = (uintptr_t)to - (uintptr_t)from;
@@ -430,7 +435,7 @@ static void *copies_memcpy(void *to, const void *from, size_t size)
 	return to;
 }
 
-/* Make the pages that are needed; all where the last window does not tell. */
+/* Populate the pages that are needed; all pages if the last window does not tell which. */
 static void make_pages(char *at, size_t size, size_t origin)
 {
 	struct work what = {at, NULL, size, mapped_before == origin + size, origin};
@@ -486,9 +491,9 @@ static const struct replacement replacements[] = {
     {"mremap", (void *)copies_mremap},
     {NULL, NULL},
 };
-enum { COPY = 1 | 2, MAP = 4 | 8, UNMAP = 16 }; /* bits of these; one of each is needed */
+enum { COPY = 1 | 2, MAP = 4 | 8, UNMAP = 16 }; /* bits of these; one of each group is required */
 
-/* Threads that can run beside the caller's, on the processors that are allowed to it. */
+/* Return how many threads can run beside the caller's, on the processors that it may use. */
 static unsigned can_run(unsigned wanted)
 {
 	unsigned char allowed[1024] = {0};
@@ -515,7 +520,7 @@ bool copies_begin(unsigned wanted, size_t huge)
 		return false;
 	begun = true;
 	huge_left = huge;
-	/* What the last window did not map is not known. */
+	/* Nothing is known of memory that the last window did not map. */
 	mapped_before = mapped;
 	for (size_t i = 0; i < sizeof needed / sizeof *needed; i++)
 		atomic_store(&needed_before[i], atomic_exchange(&needed[i], 0));
@@ -533,7 +538,7 @@ static bool has_ended(atomic_int *thread, int64_t until)
 		struct timespec limit = {0, TICK_NANOSECONDS};
 		if (clock_now() > until)
 			return false;
-		/* a shared futex: that is what the kernel wakes when it sets the word */
+		/* a shared futex, because the kernel wakes such a one when it sets the word */
 		call(SYS_futex, (long)thread, FUTEX_WAIT, id, (long)&limit);
 	}
 	return true;
@@ -546,10 +551,10 @@ void copies_end(void)
 	if (!begun)
 		return;
 	bool over = slots_put_back();
-	/* The window may have been given up while the driver, which nobody holds, still copies. */
+	/* If the window was cancelled, the driver's thread is not held and may still copy. */
 	while (atomic_flag_test_and_set(&working))
 		if (clock_now() > until)
-			return; /* the next try */
+			return; /* the next call tries again */
 	for (unsigned i = 0; over && i < most_threads; i++)
 		over = has_ended(&thread_ids[i], until);
 	if (over) {

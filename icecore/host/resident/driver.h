@@ -168,7 +168,7 @@ extern __attribute__((visibility("hidden"))) driver_lookup *driver_dlsym;
 void driver_find_dlsym(void);
 void *driver_symbol(const char *symbol); /* libcuda's own */
 struct link_map;
-const struct link_map *driver_library(void); /* libcuda, as the loader has it; NULL: unknown */
+const struct link_map *driver_library(void); /* the loader's entry for libcuda; NULL: unknown */
 void driver_in_child(void);
 
 #endif

@@ -13,7 +13,7 @@
 
 #define CONTEXTS 64
 #define LIMIT_STACK_SIZE 0
-#define SMALLEST ((size_t)0) /* bytes a thread; the driver keeps what kernels need */
+#define SMALLEST ((size_t)0) /* bytes per thread; the driver keeps what kernels need */
 
 static struct shrunk {
 	CUcontext context;

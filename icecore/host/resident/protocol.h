@@ -55,8 +55,8 @@ enum agent_operation {
 	   wherever they are) -> result, count (parked), flags (not parked: in the driver), text
 	   (threads that block the signal) */
 	AGENT_PARK = 66,
-	/* nanoseconds, count (threads that make the driver's copies), requested (bytes of its mapping
-	   that may be huge pages) -> result, count, size, flags */
+	/* nanoseconds, count (threads that make the driver's copies), requested (bytes of the driver's
+	   mapping that may be huge pages) -> result, count, size, flags */
 	AGENT_UNMAP = 67,
 	/* count of descriptors that follow, each in a message with its identity; 0: from the keeper
 	   -> result */

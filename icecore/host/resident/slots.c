@@ -1,8 +1,8 @@
-/* Replacing what one library calls, without a look at any lock: whoever is parked may hold the
- * loader's. So the library's own tables are read.
+/* Replace functions that one library calls, without taking a lock: a parked thread may hold the
+ * loader's. So this file reads the library's own tables.
  *
- * Only the slots of this library change, not what a symbol means to others: nobody else's calls
- * become slower, and a slot is one word, which is written at once.
+ * It changes only the slots of this library, not what a symbol means to others. So the calls of
+ * other libraries do not become slower. A slot is one word, and is written atomically.
  */
 #define _GNU_SOURCE
 #include <elf.h>
@@ -28,7 +28,7 @@ static struct slot {
 } slots[MOST];
 static size_t slot_count;
 
-/* The part that the loader has made read-only once the slots were filled (PT_GNU_RELRO). */
+/* The part that the loader made read-only after it had filled the slots (PT_GNU_RELRO). */
 struct part {
 	uintptr_t start, end;
 };
@@ -38,7 +38,7 @@ static struct part read_only_part(const struct link_map *library)
 	const ElfW(Ehdr) *header = (const void *)library->l_addr;
 	struct part found = {0, 0};
 
-	/* a library that is linked to an address of its own has no header there */
+	/* a library linked to a fixed address has no header there */
 	if (!library->l_addr || memcmp(header->e_ident, ELFMAG, SELFMAG) != 0)
 		return found;
 	const ElfW(Phdr) *parts = (const void *)(library->l_addr + header->e_phoff);
@@ -47,7 +47,7 @@ static struct part read_only_part(const struct link_map *library)
 			found.start = library->l_addr + parts[i].p_vaddr;
 			found.end = found.start + parts[i].p_memsz;
 		}
-	/* whole pages, as the loader protects them */
+	/* the loader protects whole pages */
 	found.start &= ~(PAGE - 1);
 	found.end &= ~(PAGE - 1);
 	return found;
@@ -80,7 +80,7 @@ static unsigned replace_in(const struct link_map *library, const ElfW(Rela) * en
 			struct slot *slot = &slots[slot_count];
 			*slot = (struct slot){
 			    (void **)at, *(void **)at, at >= read_only.start && at < read_only.end};
-			slot_count++; /* put back also where only its protection failed */
+			slot_count++; /* put it back, too, if only its protection failed */
 			if (set(slot, one->function))
 				done |= 1u << (one - by);
 		}
@@ -139,7 +139,7 @@ bool slots_put_back(void)
 	while (slot_count) {
 		const struct slot *slot = &slots[slot_count - 1];
 		if (!set(slot, slot->before))
-			return false; /* the next try */
+			return false; /* the next call tries again */
 		slot_count--;
 	}
 	return true;

@@ -1,5 +1,5 @@
-/* What a loaded library calls: the slots in which the loader put the addresses of functions that it
- * has from other libraries. */
+/* The slots of a loaded library, in which the loader put the addresses of the functions that the
+ * library imports from others. */
 #ifndef ICECORE_RESIDENT_SLOTS_H
 #define ICECORE_RESIDENT_SLOTS_H
 
@@ -11,11 +11,12 @@ struct replacement {
 	void *function;
 };
 
-/* Make a library call these functions instead (ended by a name of NULL, 32 at most); return which
- * of them it has a slot for, as bits. Nothing else may do so at the same time. */
+/* Make a library call these functions instead (at most 32, and at most 16 slots; a name of NULL
+ * ends them). Return as
+ * bits which of them have a slot. Only one thread may call this at a time. */
 unsigned slots_replace(const struct link_map *library, const struct replacement *by);
 
-/* Undo it; return whether all is as it was. */
+/* Undo slots_replace; return whether all slots have their former addresses. */
 bool slots_put_back(void);
 
 #endif

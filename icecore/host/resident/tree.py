@@ -40,7 +40,7 @@ class ResidentTree:
 
     Attributes:
         reports: How each process with an agent was when this object was made.
-        copying: Those that make the driver's copies themselves while they stand.
+        copying: The processes that make the driver's copies themselves while they stand.
     """
 
     def __init__(self, directory: Path, pids: Mapping[int, int]) -> None:
@@ -112,6 +112,7 @@ class ResidentTree:
         self._close_duplicates()
         self._standing.clear()
         self._agents.clear()
+        self.copying.clear()
         failed: IcecoreError | None = None
         for report in self.reports.values() if not keep else ():
             try:
@@ -134,6 +135,7 @@ class ResidentTree:
         self._each(lambda pid, agent: self._map(pid, agent, seconds))
         self._each(lambda _, agent: agent.go())
         self._standing.clear()
+        self.copying.clear()
         self._close_duplicates()
 
     def __enter__(self) -> Self:
