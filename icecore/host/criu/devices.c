@@ -200,7 +200,8 @@ static void let_end(void)
 
 	for (int at = 0; at < gone_count; at++)
 		before[at] = -1;
-	for (int left = MOST_SECONDS * 1000 / PAUSE_MS; gone_count && quiet < QUIET && left; left--) {
+	for (int left = MOST_SECONDS * 1000 / PAUSE_MS; gone_count && quiet < QUIET && left;
+	    left--) {
 		bool rests = true;
 		for (int at = 0; at < gone_count; at++) {
 			long now = idle_after(gone[at].id);
