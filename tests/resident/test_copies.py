@@ -88,11 +88,17 @@ class Copies:
         assert self.library.copier_copy(to, ctypes.addressof(held), len(content)) == to
 
 
-@pytest.fixture(params=[["-Wl,-z,lazy"], ["-Wl,-z,relro,-z,now"]], ids=["lazy", "now"])
+#: How the library's slots are filled: when a function is called first; at once, and then read-only.
+both_bindings = pytest.mark.parametrize(
+    "copies", [["-Wl,-z,lazy"], ["-Wl,-z,relro,-z,now"]], ids=["lazy", "now"], indirect=True
+)
+
+
+@pytest.fixture
 def copies(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Copies]:
     if shutil.which("gcc") is None or os.uname().machine != "x86_64":
         pytest.skip("needs gcc, and x86-64")
-    made = Copies(tmp_path, *request.param)
+    made = Copies(tmp_path, *getattr(request, "param", ["-Wl,-z,relro,-z,now"]))
     yield made
     made.end()
 
@@ -132,6 +138,7 @@ def begun(copies: Copies, some: int, huge: int = 0) -> None:
     assert copies.begin(min(some, len(os.sched_getaffinity(0)) - 1), huge)
 
 
+@both_bindings
 def test_everything_arrives_and_zeros_are_left_out(copies: Copies) -> None:
     noise, size = random.Random(1).randbytes(2 * MIB), 2 * MIB
     pieces = [
@@ -281,6 +288,7 @@ def test_copies_of_all_sizes_by_several_threads_at_once(copies: Copies) -> None:
     assert not wrong
 
 
+@both_bindings
 def test_windows_one_after_the_other(copies: Copies) -> None:
     noise = random.Random(3).randbytes(2 * MIB)
     held = ctypes.create_string_buffer(2 * MIB)
@@ -362,14 +370,15 @@ def test_threads_end_when_there_is_nothing_to_copy(copies: Copies) -> None:
         wait_threads(0)
 
 
-def test_who_waits_for_their_end(copies: Copies) -> None:
+def test_who_waits_for_their_end(copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
     before = procfs.threads(os.getpid())
     begun(copies, 1)
     held = ctypes.create_string_buffer(2 * MIB)
     copies.copy(ctypes.addressof(held), bytes(2 * MIB))
     assert threads.wait_ended(os.getpid(), before) == []
     assert not own_threads()
-    more = threading.Thread(target=time.sleep, args=(4,))
+    monkeypatch.setattr(threads, "_END_SECONDS", 0.1)
+    more = threading.Thread(target=time.sleep, args=(0.5,))
     more.start()
     assert threads.wait_ended(os.getpid(), before) == [more.native_id]
     more.join()
