@@ -93,6 +93,7 @@ static atomic_flag ranges_lock = ATOMIC_FLAG_INIT;
 
 /* A bit for each huge page, by origin: whether anything but zeros was copied there. */
 static _Atomic uint64_t needed[KNOWN / HUGE / 64], needed_before[KNOWN / HUGE / 64];
+static atomic_bool unknown; /* what is needed: pages could not be looked up */
 static size_t mapped_before; /* `mapped` of the last window; 0: there was no window */
 
 static long call(long number_, long a, long b, long c, long d)
@@ -171,6 +172,7 @@ static void touch(char *at)
 	if (atomic_compare_exchange_strong(first, &none, 1)) {
 		*(volatile char *)at = 0;
 		atomic_store(first, 2);
+		call(SYS_futex, (long)first, FUTEX_WAKE_PRIVATE, INT_MAX, 0);
 	}
 	while (atomic_load(first) != 2)
 		wait_change(first, 1, &spins);
@@ -211,11 +213,15 @@ static void copy_part(const struct work *what, size_t part)
 
 static void make_part(const struct work *what, size_t part)
 {
-	size_t at = part * HUGE, size = what->size - at < HUGE ? what->size - at : HUGE;
+	/* A part is what lies in one huge page: two threads in one would each clear it. */
+	size_t lead = (uintptr_t)what->to % HUGE, at = part ? part * HUGE - lead : 0,
+	       end = (part + 1) * HUGE - lead;
 
+	if (end > what->size)
+		end = what->size;
 	/* if this fails, the kernel allocates pages when they are written to */
-	if (what->pages == 0 || is_needed(what->origin + at))
-		call(SYS_madvise, (long)(what->to + at), (long)size, POPULATE_WRITE, 0);
+	if (what->pages == 0 || is_needed(what->origin + at) || is_needed(what->origin + end - 1))
+		call(SYS_madvise, (long)(what->to + at), (long)(end - at), POPULATE_WRITE, 0);
 }
 
 /* Take and copy a part; return whether there was one. */
@@ -260,8 +266,8 @@ static int run(void *unused)
 				result = call(SYS_futex, (long)&number, FUTEX_WAIT_PRIVATE,
 				    (long)seen, (long)&idle);
 			atomic_fetch_sub(&sleepers, 1);
-			if (result == -ETIMEDOUT)
-				return 0;
+			if (result && result != -EAGAIN && result != -EINTR)
+				return 0; /* most often -ETIMEDOUT */
 			spins = 0;
 		}
 	}
@@ -344,10 +350,16 @@ static void remove_ranges(uintptr_t start, uintptr_t end)
 	}
 }
 
+/* The kernel maps and unmaps whole pages. */
+static size_t whole_pages(size_t size)
+{
+	return (size + PAGE - 1) & ~(PAGE - 1);
+}
+
 static void forget(uintptr_t start, size_t size)
 {
 	lock_ranges();
-	remove_ranges(start, start + size);
+	remove_ranges(start, start + whole_pages(size));
 	atomic_flag_clear(&ranges_lock);
 }
 
@@ -383,8 +395,8 @@ static void note_move(uintptr_t from, size_t old_size, uintptr_t to, size_t new_
 			moved[count++] = (struct range){start - from + to, end - from + to,
 			    ranges[i].origin + (start - ranges[i].start)};
 	}
-	remove_ranges(from, from + old_size);
-	remove_ranges(to, to + new_size);
+	remove_ranges(from, from + whole_pages(old_size));
+	remove_ranges(to, to + whole_pages(new_size));
 	for (size_t i = 0; i < count; i++)
 		add_range(moved[i].start, moved[i].end, moved[i].origin);
 	atomic_flag_clear(&ranges_lock);
@@ -394,7 +406,8 @@ static void note_move(uintptr_t from, size_t old_size, uintptr_t to, size_t new_
 static void share_out(struct work what, size_t part)
 {
 	unsigned next = atomic_load(&number) + 1;
-	uint64_t parts = (what.size + part - 1) / part;
+	size_t lead = what.from ? 0 : (uintptr_t)what.to % HUGE;
+	uint64_t parts = (what.size + lead + part - 1) / part;
 	int spins = 0;
 
 	work = what;
@@ -425,9 +438,12 @@ static void *copies_memcpy(void *to, const void *from, size_t size)
 	    atomic_flag_test_and_set(&working))
 		return memmove(to, from, size);
 	note_read((uintptr_t)from, size);
-	if (find_range((uintptr_t)to, size, &what.origin))
+	if (find_range((uintptr_t)to, size, &what.origin)) {
 		what.pages = (int)call(
 		    SYS_openat, AT_FDCWD, (long)"/proc/self/pagemap", O_RDONLY | O_CLOEXEC, 0);
+		if (what.pages < 0)
+			atomic_store(&unknown, true);
+	}
 	share_out(what, PART);
 	if (what.pages >= 0)
 		call(SYS_close, what.pages, 0, 0, 0);
@@ -440,7 +456,7 @@ static void make_pages(char *at, size_t size, size_t origin)
 {
 	struct work what = {at, NULL, size, mapped_before == origin + size, origin};
 
-	if (size > HUGE * MOST_PARTS || atomic_flag_test_and_set(&working))
+	if (size > HUGE * (MOST_PARTS - 1) || atomic_flag_test_and_set(&working))
 		return;
 	share_out(what, HUGE);
 	atomic_flag_clear(&working);
@@ -509,22 +525,26 @@ bool copies_begin(unsigned wanted, size_t huge)
 {
 	const struct link_map *library = driver_library();
 
+	copies_end(); /* if that had to give up */
 	if (begun || !library)
 		return false;
-	most_threads = can_run(wanted < MOST_THREADS ? wanted : MOST_THREADS);
-	if (!most_threads)
+	wanted = can_run(wanted < MOST_THREADS ? wanted : MOST_THREADS);
+	if (!wanted)
 		return false;
-	stacks = mmap(NULL, most_threads * STACK, PROT_READ | PROT_WRITE,
+	char *made = mmap(NULL, wanted * STACK, PROT_READ | PROT_WRITE,
 	    MAP_PRIVATE | MAP_ANONYMOUS | MAP_STACK | MAP_NORESERVE, -1, 0);
-	if (stacks == MAP_FAILED)
+	if (made == MAP_FAILED)
 		return false;
 	begun = true;
 	huge_left = huge;
-	/* Nothing is known of memory that the last window did not map. */
-	mapped_before = mapped;
-	for (size_t i = 0; i < sizeof needed / sizeof *needed; i++)
+	/* What is needed is known from the last window in which the driver mapped memory. */
+	for (size_t i = 0; mapped && i < sizeof needed / sizeof *needed; i++)
 		atomic_store(&needed_before[i], atomic_exchange(&needed[i], 0));
+	if (mapped)
+		mapped_before = atomic_exchange(&unknown, false) ? 0 : mapped;
 	range_count = mapped = 0;
+	stacks = made;
+	most_threads = wanted;
 	unsigned replaced = slots_replace(library, replacements);
 	if (replaced & COPY && replaced & MAP && replaced & UNMAP)
 		return true;
