@@ -252,7 +252,8 @@ while True:
     try:
         assert writer.stdout is not None and writer.stdout.readline()
         plan, known, changed = one.plan(), KnownCells.none(), 0
-        for _ in range(5):
+        end = time.monotonic() + 20
+        while changed <= len(plan) and time.monotonic() < end:  # the writer may have to wait
             kept = dict[int, bytes]()
             found = _scan(one.mapped, plan, known, kept)
             for row, data in kept.items():
