@@ -1,7 +1,7 @@
 /* The driver's checkpoint copies what the GPU holds for a process (its code, stacks, queues) into
  * one large new mapping of the process, and its restore copies that back. One thread copies pieces
- * of 2 MiB through a small buffer with memcpy(3). That is half of each call. Much of the memory is
- * zeros.
+ * of 2 MiB through a small buffer with memcpy(3), which is a large part of each call. Part of the
+ * memory is zeros.
  *
  * So for the length of a window, libcuda calls the functions of this file instead of memcpy:
  * several threads share each piece. They do not write zeros to memory that was never touched,
@@ -47,7 +47,7 @@
 #define MOST_PARTS 0xffffu
 #define MOST_THREADS 16
 #define STACK ((size_t)64 << 10)
-#define SPINS 3000 /* a few hundred microseconds: the driver's next piece comes sooner */
+#define SPINS 3000 /* about a hundred microseconds: the driver's next piece comes sooner */
 #define TICK_NANOSECONDS 1000000l
 #define IDLE_NANOSECONDS 3000000l /* after this time without work, a thread ends */
 #define MAPPING ((size_t)64 << 20) /* the smallest mapping that counts as the driver's */
@@ -96,14 +96,14 @@ static _Atomic uint64_t needed[KNOWN / HUGE / 64], needed_before[KNOWN / HUGE / 
 static atomic_bool unknown; /* what is needed: pages could not be looked up */
 static size_t mapped_before; /* `mapped` of the last window; 0: there was no window */
 
-static long call(long number_, long a, long b, long c, long d)
+static long call(long which, long a, long b, long c, long d)
 {
 	register long r10 __asm__("r10") = d;
 	long result;
 
 	__asm__ volatile("syscall"
 	    : "=a"(result)
-	    : "a"(number_), "D"(a), "S"(b), "d"(c), "r"(r10)
+	    : "a"(which), "D"(a), "S"(b), "d"(c), "r"(r10)
 	    : "rcx", "r11", "memory");
 	return result;
 }
@@ -224,7 +224,7 @@ static void make_part(const struct work *what, size_t part)
 		call(SYS_madvise, (long)(what->to + at), (long)(end - at), POPULATE_WRITE, 0);
 }
 
-/* Take and copy a part; return whether there was one. */
+/* Take a part and do its work; return whether there was one. */
 static bool take_part(void)
 {
 	uint64_t now = atomic_load_explicit(&state, memory_order_acquire);

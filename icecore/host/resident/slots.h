@@ -11,9 +11,8 @@ struct replacement {
 	void *function;
 };
 
-/* Make a library call these functions instead (at most 32, and at most 16 slots; a name of NULL
- * ends them). Return as
- * bits which of them have a slot. Only one thread may call this at a time. */
+/* Make a library call these functions instead (at most 32, in at most 16 slots; a name of NULL ends
+ * them). Return as bits which of them have a slot. Only one thread may call this at a time. */
 unsigned slots_replace(const struct link_map *library, const struct replacement *by);
 
 /* Undo slots_replace; return whether all slots have their former addresses. */
