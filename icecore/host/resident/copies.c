@@ -57,6 +57,7 @@
 #define PAGE ((size_t)4096)
 #define POPULATE_WRITE 23 /* MADV_POPULATE_WRITE, Linux 5.14 */
 #define PRESENT_OR_SWAPPED (3ull << 62) /* in an entry of /proc/PID/pagemap */
+#define ENTRIES ((size_t)512) /* of /proc/PID/pagemap that are read at once */
 #define END_NANOSECONDS 1000000000ll
 
 static char *stacks; /* one for each thread */
@@ -74,11 +75,13 @@ static struct work {
 	char *to;
 	const char *from; /* NULL: populate `to`, in parts of a huge page */
 	size_t size;
-	/* Of a copy: a descriptor of /proc/self/pagemap if some zeros need not be written; -1:
-	 * write all. Of pages to populate: 0, all; 1, those that the last window needed. */
-	int pages;
+	/* Of a copy: `to` is memory that libcuda has mapped since the window began. Of pages to
+	 * populate: the last window tells which are needed. */
+	bool known;
 	size_t origin; /* offset of `to` in all that the driver has mapped since the window began */
 } work;
+/* A bit for each part of the current copy: none of its pages was ever touched. */
+static uint64_t untouched[MOST_PARTS / 64 + 2];
 static atomic_uint
     first_touch[2]; /* of an even or odd huge page: 1, a thread touches it; 2, done */
 static atomic_flag working = ATOMIC_FLAG_INIT;
@@ -144,21 +147,39 @@ static bool all_zeros(const char *at, size_t size)
 	return true;
 }
 
-/* Return whether no page of this private anonymous memory was ever touched. */
-static bool is_untouched(int pages, const char *at, size_t size)
+static void mark_touched(size_t part)
 {
-	uint64_t entries[PART / PAGE + 2];
-	uintptr_t first = (uintptr_t)at / PAGE, last = ((uintptr_t)at + size - 1) / PAGE;
-	size_t count = last - first + 1;
+	untouched[part / 64] &= ~(1ull << part % 64);
+}
 
-	if (count > sizeof entries / sizeof *entries ||
-	    call(SYS_pread64, pages, (long)entries, (long)(count * sizeof *entries),
-		(long)(first * sizeof *entries)) != (long)(count * sizeof *entries))
-		return false;
-	for (size_t i = 0; i < count; i++)
-		if (entries[i] & PRESENT_OR_SWAPPED)
-			return false;
-	return true;
+/* Find the parts of private anonymous memory whose pages were never touched. One thread does this
+ * for all: each lookup takes the lock of the address space, which threads would hand to one
+ * another. */
+static void find_untouched(const char *at, size_t size)
+{
+	uint64_t entries[ENTRIES];
+	size_t lead = (uintptr_t)at % PAGE, pages = (lead + size + PAGE - 1) / PAGE;
+	int file =
+	    (int)call(SYS_openat, AT_FDCWD, (long)"/proc/self/pagemap", O_RDONLY | O_CLOEXEC, 0);
+
+	memset(untouched, file < 0 ? 0 : 0xff, size / PART / 8 + sizeof *untouched);
+	atomic_store(&unknown, atomic_load(&unknown) || file < 0);
+	for (size_t first = 0; file >= 0 && first < pages; first += ENTRIES) {
+		size_t count = pages - first < ENTRIES ? pages - first : ENTRIES;
+		size_t found =
+		    (size_t)call(SYS_pread64, file, (long)entries, (long)(count * sizeof *entries),
+			(long)(((uintptr_t)at / PAGE + first) * sizeof *entries));
+		for (size_t i = 0; i < count; i++) {
+			if (found == count * sizeof *entries && !(entries[i] & PRESENT_OR_SWAPPED))
+				continue;
+			/* a page at a boundary of parts belongs to both */
+			size_t start = (first + i) * PAGE, end = start + PAGE - lead;
+			mark_touched(start > lead ? (start - lead) / PART : 0);
+			mark_touched((end < size ? end - 1 : size - 1) / PART);
+		}
+	}
+	if (file >= 0)
+		call(SYS_close, file, 0, 0, 0);
 }
 
 /* Let one thread touch a new huge page: several at once would each clear one, all but one in vain.
@@ -198,11 +219,11 @@ static void copy_part(const struct work *what, size_t part)
 	size_t at = part * PART, size = what->size - at < PART ? what->size - at : PART;
 	char *to = what->to + at;
 
-	if (what->pages >= 0) {
+	if (what->known) {
 		bool zeros = all_zeros(what->from + at, size);
 		if (!zeros)
 			note_needed(what->origin + at, size);
-		if (is_untouched(what->pages, to, size)) {
+		if (untouched[part / 64] >> part % 64 & 1) {
 			if (zeros)
 				return;
 			touch(to);
@@ -220,7 +241,7 @@ static void make_part(const struct work *what, size_t part)
 	if (end > what->size)
 		end = what->size;
 	/* if this fails, the kernel allocates pages when they are written to */
-	if (what->pages == 0 || is_needed(what->origin + at) || is_needed(what->origin + end - 1))
+	if (!what->known || is_needed(what->origin + at) || is_needed(what->origin + end - 1))
 		call(SYS_madvise, (long)(what->to + at), (long)(end - at), POPULATE_WRITE, 0);
 }
 
@@ -432,21 +453,16 @@ static void share_out(struct work what, size_t part)
 static void *copies_memcpy(void *to, const void *from, size_t size)
 {
 	uintptr_t distance = (uintptr_t)to - (uintptr_t)from;
-	struct work what = {to, from, size, -1, 0};
+	struct work what = {to, from, size, false, 0};
 
 	if (size < LEAST || size > PART * MOST_PARTS || distance < size || -distance < size ||
 	    atomic_flag_test_and_set(&working))
 		return memmove(to, from, size);
 	note_read((uintptr_t)from, size);
-	if (find_range((uintptr_t)to, size, &what.origin)) {
-		what.pages = (int)call(
-		    SYS_openat, AT_FDCWD, (long)"/proc/self/pagemap", O_RDONLY | O_CLOEXEC, 0);
-		if (what.pages < 0)
-			atomic_store(&unknown, true);
-	}
+	what.known = find_range((uintptr_t)to, size, &what.origin);
+	if (what.known)
+		find_untouched(to, size);
 	share_out(what, PART);
-	if (what.pages >= 0)
-		call(SYS_close, what.pages, 0, 0, 0);
 	atomic_flag_clear(&working);
 	return to;
 }
