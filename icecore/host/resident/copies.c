@@ -94,8 +94,8 @@ static struct range {
 static size_t range_count, mapped, huge_left;
 static atomic_flag ranges_lock = ATOMIC_FLAG_INIT;
 
-/* A bit for each huge page, by origin: whether anything but zeros was copied there. */
-static _Atomic uint64_t needed[KNOWN / HUGE / 64], needed_before[KNOWN / HUGE / 64];
+/* A bit for each part, by origin: whether anything but zeros was copied there. */
+static _Atomic uint64_t needed[KNOWN / PART / 64], needed_before[KNOWN / PART / 64];
 static atomic_bool unknown; /* what is needed: pages could not be looked up */
 static size_t mapped_before; /* `mapped` of the last window; 0: there was no window */
 
@@ -147,39 +147,48 @@ static bool all_zeros(const char *at, size_t size)
 	return true;
 }
 
-static void mark_touched(size_t part)
-{
-	untouched[part / 64] &= ~(1ull << part % 64);
-}
-
 /* Find the parts of private anonymous memory whose pages were never touched. One thread does this
  * for all: each lookup takes the lock of the address space, which threads would hand to one
  * another. */
 static void find_untouched(const char *at, size_t size)
 {
 	uint64_t entries[ENTRIES];
-	size_t lead = (uintptr_t)at % PAGE, pages = (lead + size + PAGE - 1) / PAGE;
+	size_t first = (uintptr_t)at / PAGE, end = ((uintptr_t)at + size + PAGE - 1) / PAGE,
+	       part = (uintptr_t)at / PART;
 	int file =
 	    (int)call(SYS_openat, AT_FDCWD, (long)"/proc/self/pagemap", O_RDONLY | O_CLOEXEC, 0);
 
-	memset(untouched, file < 0 ? 0 : 0xff, size / PART / 8 + sizeof *untouched);
-	atomic_store(&unknown, atomic_load(&unknown) || file < 0);
-	for (size_t first = 0; file >= 0 && first < pages; first += ENTRIES) {
-		size_t count = pages - first < ENTRIES ? pages - first : ENTRIES;
-		size_t found =
-		    (size_t)call(SYS_pread64, file, (long)entries, (long)(count * sizeof *entries),
-			(long)(((uintptr_t)at / PAGE + first) * sizeof *entries));
+	memset(untouched, 0xff, size / PART / 8 + sizeof *untouched);
+	if (file < 0)
+		atomic_store(&unknown, true);
+	for (size_t count; first < end; first += count) {
+		count = end - first < ENTRIES ? end - first : ENTRIES;
+		bool found =
+		    call(SYS_pread64, file, (long)entries, (long)(count * sizeof *entries),
+			(long)(first * sizeof *entries)) == (long)(count * sizeof *entries);
 		for (size_t i = 0; i < count; i++) {
-			if (found == count * sizeof *entries && !(entries[i] & PRESENT_OR_SWAPPED))
-				continue;
-			/* a page at a boundary of parts belongs to both */
-			size_t start = (first + i) * PAGE, end = start + PAGE - lead;
-			mark_touched(start > lead ? (start - lead) / PART : 0);
-			mark_touched((end < size ? end - 1 : size - 1) / PART);
+			size_t one = (first + i) * PAGE / PART - part;
+			if (!found || entries[i] & PRESENT_OR_SWAPPED)
+				untouched[one / 64] &= ~(1ull << one % 64);
 		}
 	}
-	if (file >= 0)
-		call(SYS_close, file, 0, 0, 0);
+	call(SYS_close, file, 0, 0, 0);
+}
+
+/* Parts begin at multiples of their size: two threads in one huge page would each clear it, and
+ * zeros written across the end of a touched one would allocate the next. */
+struct span {
+	size_t start, end;
+};
+
+static struct span span_of(const struct work *what, size_t part)
+{
+	size_t size = what->from ? PART : HUGE, lead = (uintptr_t)what->to % size;
+	struct span found = {part ? part * size - lead : 0, (part + 1) * size - lead};
+
+	if (found.end > what->size)
+		found.end = what->size;
+	return found;
 }
 
 /* Let one thread touch a new huge page: several at once would each clear one, all but one in vain.
@@ -201,48 +210,48 @@ static void touch(char *at)
 
 static void note_needed(size_t origin, size_t size)
 {
-	for (size_t page = origin / HUGE; page <= (origin + size - 1) / HUGE; page++)
-		if (page < KNOWN / HUGE)
-			atomic_fetch_or(&needed[page / 64], 1ull << page % 64);
+	for (size_t part = origin / PART; part <= (origin + size - 1) / PART; part++)
+		if (part < KNOWN / PART)
+			atomic_fetch_or(&needed[part / 64], 1ull << part % 64);
 }
 
-/* Return whether a huge page is probably needed, assuming that this window is like the last one. */
-static bool is_needed(size_t origin)
+/* Return whether memory is probably needed, assuming that this window is like the last one. */
+static bool is_needed(size_t origin, size_t size)
 {
-	size_t page = origin / HUGE;
-
-	return page >= KNOWN / HUGE || atomic_load(&needed_before[page / 64]) >> page % 64 & 1;
+	for (size_t part = origin / PART; part <= (origin + size - 1) / PART; part++)
+		if (part >= KNOWN / PART || atomic_load(&needed_before[part / 64]) >> part % 64 & 1)
+			return true;
+	return false;
 }
 
 static void copy_part(const struct work *what, size_t part)
 {
-	size_t at = part * PART, size = what->size - at < PART ? what->size - at : PART;
-	char *to = what->to + at;
+	struct span span = span_of(what, part);
+	size_t size = span.end - span.start;
+	char *to = what->to + span.start;
+	const char *from = what->from + span.start;
 
 	if (what->known) {
-		bool zeros = all_zeros(what->from + at, size);
+		bool zeros = all_zeros(from, size);
 		if (!zeros)
-			note_needed(what->origin + at, size);
+			note_needed(what->origin + span.start, size);
 		if (untouched[part / 64] >> part % 64 & 1) {
 			if (zeros)
 				return;
 			touch(to);
 		}
 	}
-	memcpy(to, what->from + at, size);
+	memcpy(to, from, size);
 }
 
 static void make_part(const struct work *what, size_t part)
 {
-	/* A part is what lies in one huge page: two threads in one would each clear it. */
-	size_t lead = (uintptr_t)what->to % HUGE, at = part ? part * HUGE - lead : 0,
-	       end = (part + 1) * HUGE - lead;
+	struct span span = span_of(what, part);
+	size_t size = span.end - span.start;
 
-	if (end > what->size)
-		end = what->size;
 	/* if this fails, the kernel allocates pages when they are written to */
-	if (!what->known || is_needed(what->origin + at) || is_needed(what->origin + end - 1))
-		call(SYS_madvise, (long)(what->to + at), (long)(end - at), POPULATE_WRITE, 0);
+	if (!what->known || is_needed(what->origin + span.start, size))
+		call(SYS_madvise, (long)(what->to + span.start), (long)size, POPULATE_WRITE, 0);
 }
 
 /* Take a part and do its work; return whether there was one. */
@@ -395,12 +404,17 @@ static void note_read(uintptr_t start, size_t size)
 	atomic_flag_clear(&ranges_lock);
 }
 
-static void note_mapping(uintptr_t start, size_t size)
+/* Return the origin of a new mapping. */
+static size_t note_mapping(uintptr_t start, size_t size)
 {
+	size_t origin;
+
 	lock_ranges();
-	add_range(start, start + size, mapped);
+	origin = mapped;
+	add_range(start, start + size, origin);
 	mapped += size;
 	atomic_flag_clear(&ranges_lock);
+	return origin;
 }
 
 static void note_move(uintptr_t from, size_t old_size, uintptr_t to, size_t new_size)
@@ -424,10 +438,10 @@ static void note_move(uintptr_t from, size_t old_size, uintptr_t to, size_t new_
 }
 
 /* Share out work. The caller holds `working`. */
-static void share_out(struct work what, size_t part)
+static void share_out(struct work what)
 {
 	unsigned next = atomic_load(&number) + 1;
-	size_t lead = what.from ? 0 : (uintptr_t)what.to % HUGE;
+	size_t part = what.from ? PART : HUGE, lead = (uintptr_t)what.to % part;
 	uint64_t parts = (what.size + lead + part - 1) / part;
 	int spins = 0;
 
@@ -455,14 +469,14 @@ static void *copies_memcpy(void *to, const void *from, size_t size)
 	uintptr_t distance = (uintptr_t)to - (uintptr_t)from;
 	struct work what = {to, from, size, false, 0};
 
-	if (size < LEAST || size > PART * MOST_PARTS || distance < size || -distance < size ||
+	if (size < LEAST || size > PART * (MOST_PARTS - 1) || distance < size || -distance < size ||
 	    atomic_flag_test_and_set(&working))
 		return memmove(to, from, size);
 	note_read((uintptr_t)from, size);
 	what.known = find_range((uintptr_t)to, size, &what.origin);
 	if (what.known)
 		find_untouched(to, size);
-	share_out(what, PART);
+	share_out(what);
 	atomic_flag_clear(&working);
 	return to;
 }
@@ -474,7 +488,7 @@ static void make_pages(char *at, size_t size, size_t origin)
 
 	if (size > HUGE * (MOST_PARTS - 1) || atomic_flag_test_and_set(&working))
 		return;
-	share_out(what, HUGE);
+	share_out(what);
 	atomic_flag_clear(&working);
 }
 
@@ -491,11 +505,10 @@ static void *copies_mmap(void *address, size_t size, int protection, int flags, 
 	forget((uintptr_t)found, size);
 	if (!ours)
 		return found;
-	size_t huge = size < huge_left ? size : huge_left, origin = mapped;
+	size_t huge = size < huge_left ? size : huge_left;
 	if (huge >= MAPPING - HUGE && !madvise(found, huge, MADV_HUGEPAGE))
 		huge_left -= huge;
-	note_mapping((uintptr_t)found, size);
-	make_pages(found, size, origin);
+	make_pages(found, size, note_mapping((uintptr_t)found, size));
 	return found;
 }
 
