@@ -186,17 +186,30 @@ def test_memory_of_zeros_is_not_made(copies: Copies) -> None:
     copies.library.copier_unmap(at, MAPPING)
 
 
-def test_pieces_that_share_a_page_allocate_nothing_further_on(copies: Copies) -> None:
-    learnt(copies)
-    begun(copies, 2)
-    mapping = copies.library.copier_map(MAPPING)
-    at, piece = mapping + 5000, 2 * MIB
+@pytest.mark.parametrize(
+    "unit",
+    [
+        mmap.PAGESIZE,
+        pytest.param(
+            2 * MIB,
+            marks=pytest.mark.skipif(
+                limits.huge_pages() != "madvise", reason="huge pages are not asked for here"
+            ),
+        ),
+    ],
+)
+def test_pieces_that_share_a_page_allocate_nothing_further_on(copies: Copies, unit: int) -> None:
+    learnt(copies, 2 * MAPPING)
+    begun(copies, 2, huge=2 * MAPPING if unit > mmap.PAGESIZE else 0)
+    mapping = copies.library.copier_map(2 * MAPPING)
+    # As the driver does: each piece begins a little before the end of a page.
+    at, piece = -(-mapping // unit) * unit + unit - 1000, 2 * MIB
     copies.copy(at, bytes(piece - 1) + b"x")
     for number in range(1, 30):
         copies.copy(at + number * piece, bytes(piece))
-    assert 0 < present(mapping, MAPPING) <= 3 * PART // mmap.PAGESIZE
+    assert 0 < present(mapping, 2 * MAPPING) <= max(3 * PART, 2 * unit) // mmap.PAGESIZE
     assert ctypes.string_at(at, 30 * piece) == bytes(piece - 1) + b"x" + bytes(29 * piece)
-    copies.library.copier_unmap(mapping, MAPPING)
+    copies.library.copier_unmap(mapping, 2 * MAPPING)
 
 
 def test_a_mapping_of_another_size_is_made_as_the_driver_asks(copies: Copies) -> None:
