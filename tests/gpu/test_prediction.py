@@ -66,7 +66,8 @@ def holds(predicted: Seen, *measured: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "windows"), [(1, [0.35, 0.36, 0.39, 0.41]), (2, [1.4, 1.6, 1.7]), (4, [3.0, 3.4, 3.6])]
+    ("ranks", "windows"),
+    [(1, [0.35, 0.36, 0.39, 0.41]), (2, [1.4, 1.6, 1.7]), (4, [3.0, 3.4, 3.6])],
 )
 def test_windows_of_resident_memory(ranks: int, windows: list[float]) -> None:
     """Of which next to nothing changed."""
