@@ -24,7 +24,7 @@ from icecore.dumper.options import DumpOptions
 from icecore.errors import DumpFailed
 from icecore.events import Event
 from icecore.host.cuda import threads
-from icecore.host.kernel import limits, procfs
+from icecore.host.kernel import cpu, limits, procfs
 from icecore.host.resident import client
 from tests.dumper.world import Events, Store
 from tests.fakes.joined import Job
@@ -387,7 +387,22 @@ def test_the_processes_share_the_cores(
     cores: int, processes: int, wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    assert resident._copies(processes).threads == wanted
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
+    assert resident._copies(range(1, processes + 1)).threads == wanted
+
+
+@pytest.mark.parametrize(("limit", "wanted"), [("max", 7), ("400000", 3), ("150000", 0)])
+def test_threads_keep_to_the_limit_of_a_control_group(
+    limit: str, wanted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
+    # Not every machine has groups of version 2.
+    monkeypatch.setattr(cpu, "_GROUPS", tmp_path)
+    monkeypatch.setattr(cpu, "_group", {os.getpid(): "jobs/train"}.__getitem__)
+    (tmp_path / "jobs/train").mkdir(parents=True)
+    (tmp_path / "jobs/train/cpu.max").write_text(f"{limit} 100000\n")
+    assert resident._copies([os.getpid()]).threads == wanted
 
 
 def test_nothing_begins_without_threads_or_a_library(copies: Copies) -> None:

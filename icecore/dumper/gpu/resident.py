@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -29,7 +29,7 @@ from icecore.dumper.preflight.gpu_changes import GpusChanged
 from icecore.errors import DumpFailed, IcecoreError
 from icecore.events import Sink, Value, phase
 from icecore.host.gpu.working import RING, HostRegion, Worker
-from icecore.host.kernel import limits
+from icecore.host.kernel import cpu, limits
 from icecore.host.kernel.trusted import open_directory, require_private
 from icecore.host.resident.client import Agent, Copies, Keeper
 from icecore.host.resident.copyplan import Foreseen, foresee, pinned_bytes
@@ -286,7 +286,7 @@ class Resident:
                 unlock,
                 seconds=min(60.0, limit or 60.0),
                 lease=lease,
-                copies=_copies(len(self._tree.pids)) if copies else None,
+                copies=_copies(self._tree.pids) if copies else None,
             )
         self._sharing = find_shares(self._tree.taken)
 
@@ -442,8 +442,11 @@ class Resident:
         return contract.Resident(self.inspection.directory, processes, self._outlives)
 
 
-def _copies(processes: int) -> Copies:
-    """Return how each of this many processes, which share the cores, makes the driver's copies."""
-    some = max(1, processes)
-    cores = limits.threads_for(_COPY_THREADS * some) // some
-    return Copies(threads=max(0, cores - 1), huge=limits.spare_huge_bytes(some))
+def _copies(pids: Collection[int]) -> Copies:
+    """Return how each of these processes, which share the cores, makes the driver's copies."""
+    some = max(1, len(pids))
+    cores = float(limits.threads_for(_COPY_THREADS * some))
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            cores = min(cores, cpu.usable_cores(pid))
+    return Copies(threads=max(0, int(cores) // some - 1), huge=limits.spare_huge_bytes(some))

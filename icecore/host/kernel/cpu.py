@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _STAT = Path("/proc/stat")
-_QUOTA = Path("/sys/fs/cgroup")
+_GROUPS = Path("/sys/fs/cgroup")
 #: Clock ids of other processes and threads (linux/posix-timers.h): the scheduler's clock, of one
 #: thread.
 _SCHED, _PER_THREAD = 2, 4
@@ -40,17 +40,27 @@ def _read(clock: int) -> float | None:
         return None
 
 
-def usable_cores() -> float:
-    """Return how many cores this process may use: those of its affinity, or what the limit of its
+def usable_cores(pid: int = 0) -> float:
+    """Return how many cores a process may use: those of its affinity, or what the limit of its
     cgroup allows (version 2, its own group), whichever is less.
+
+    Args:
+        pid: Host pid; 0: this process.
+
+    Raises:
+        ProcessLookupError: The process has ended.
     """
-    cores = float(len(os.sched_getaffinity(0)))
+    cores = float(len(os.sched_getaffinity(pid)))
     try:
-        own = Path("/proc/self/cgroup").read_text(errors="surrogateescape").rsplit("::", 1)[1]
-        quota, period = (_QUOTA / own.strip().lstrip("/") / "cpu.max").read_text().split()
+        quota, period = (_GROUPS / _group(pid) / "cpu.max").read_text().split()
         return cores if quota == "max" else min(cores, int(quota) / int(period))
     except (OSError, IndexError, ValueError):
         return cores  # no such group, or none with a limit
+
+
+def _group(pid: int) -> str:
+    text = Path(f"/proc/{pid or 'self'}/cgroup").read_text(errors="surrogateescape")
+    return text.rsplit("::", 1)[1].strip().lstrip("/")
 
 
 def idle_seconds() -> float:
