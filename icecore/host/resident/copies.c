@@ -8,7 +8,7 @@
  * because it reads as zeros. Such memory is not allocated, scanned or dumped. The driver asks for a
  * mapping with all its pages (MAP_POPULATE), which one thread would populate, with pages of 4 KiB.
  * Here, several threads populate the pages that the last window needed, with huge pages where that
- * is allowed; in the first window, they populate all pages.
+ * is allowed.
  *
  * The driver's thread starts the threads when it has something to copy, and they end after a few
  * milliseconds without work. CRIU holds all other threads meanwhile. When it continues, these
@@ -51,6 +51,7 @@
 #define TICK_NANOSECONDS 1000000l
 #define IDLE_NANOSECONDS 3000000l /* after this time without work, a thread ends */
 #define MAPPING ((size_t)64 << 20) /* the smallest mapping that counts as the driver's */
+#define CONTEXT ((size_t)1 << 30)
 #define HUGE ((size_t)2 << 20)
 #define RANGES 256
 #define KNOWN ((size_t)16 << 30) /* bytes of mappings for which `needed` has bits */
@@ -97,7 +98,8 @@ static atomic_flag ranges_lock = ATOMIC_FLAG_INIT;
 /* A bit for each part, by origin: whether anything but zeros was copied there. */
 static _Atomic uint64_t needed[KNOWN / PART / 64], needed_before[KNOWN / PART / 64];
 static atomic_bool unknown; /* what is needed: pages could not be looked up */
-static size_t mapped_before; /* `mapped` of the last window; 0: there was no window */
+/* `mapped` of the last window; 0: there was none; SIZE_MAX: what it needed is not known. */
+static size_t mapped_before;
 
 static long call(long which, long a, long b, long c, long d)
 {
@@ -481,10 +483,13 @@ static void *copies_memcpy(void *to, const void *from, size_t size)
 	return to;
 }
 
-/* Populate the pages that are needed; all pages if the last window does not tell which. */
+/* Populate the pages that are needed, or all pages if the last window does not tell which. In the
+ * first window, what is small holds a context without device memory: it is nearly all zeros, and
+ * no page of it is populated. */
 static void make_pages(char *at, size_t size, size_t origin)
 {
-	struct work what = {at, NULL, size, mapped_before == origin + size, origin};
+	bool known = mapped_before ? mapped_before == origin + size : size <= CONTEXT;
+	struct work what = {at, NULL, size, known, origin};
 
 	if (size > HUGE * (MOST_PARTS - 1) || atomic_flag_test_and_set(&working))
 		return;
@@ -570,7 +575,7 @@ bool copies_begin(unsigned wanted, size_t huge)
 	for (size_t i = 0; mapped && i < sizeof needed / sizeof *needed; i++)
 		atomic_store(&needed_before[i], atomic_exchange(&needed[i], 0));
 	if (mapped)
-		mapped_before = atomic_exchange(&unknown, false) ? 0 : mapped;
+		mapped_before = atomic_exchange(&unknown, false) ? SIZE_MAX : mapped;
 	range_count = mapped = 0;
 	stacks = made;
 	most_threads = wanted;
