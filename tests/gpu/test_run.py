@@ -108,7 +108,7 @@ def test_dump_show_and_restore(
     assert looked["moved_bytes"] == MIB << 20 and "resident_bytes" not in looked
     said = cli.run("dump", "gpu").stderr
     assert (
-        "device memory: 3.0 MiB will be moved\n  a window of about 579." in said
+        "device memory: 3.0 MiB will be moved\n  a window of about 429." in said
         and "changed" not in said
     )
     cli.run("forget", "latest")

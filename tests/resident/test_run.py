@@ -133,7 +133,7 @@ def test_a_job_and_its_instances(cli: Cli, visible: Machine, root: str) -> None:
     said = cli.run("dump", "gpu").stderr
     assert (
         "8.0 MiB stay on GPUs, " in said
-        and " will be moved\n  a window of about 579." in said
+        and " will be moved\n  a window of about 429." in said
         and "if all resident memory has changed\n" in said
     )
     assert "\n  512 KiB with the driver: 512 KiB in small allocations\n" in said
