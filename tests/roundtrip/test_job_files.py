@@ -349,7 +349,8 @@ def test_a_restore_that_is_killed_leaves_files_all_old_or_all_new(
             _end_scripts(workdir)
     await_gone(tree, 30)
     if guard:
-        assert stopped.journals == [], "the guard has put them right"
+        # Under load, the guard may not have been seen among the processes that have ended.
+        assert eventually(lambda: stopped.journals == []), "the guard has put them right"
     else:
         assert len(stopped.journals) == 1
         recover(stopped.registry.state)
