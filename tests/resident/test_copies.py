@@ -163,7 +163,7 @@ def test_everything_arrives_and_zeros_are_left_out(copies: Copies) -> None:
         copies.end()
         assert not own_threads()
         assert copies.library.copier_unmap(at, MAPPING) == 0
-    # The first window allocates what is written to; later ones populate the huge pages of it.
+    # The first window allocates what is written to; later ones populate the huge pages around it.
     assert 2 * size // mmap.PAGESIZE < there[0] <= 40 * PART // mmap.PAGESIZE
     assert there[1] == there[2] == 5 * size // mmap.PAGESIZE
 
@@ -202,7 +202,7 @@ def test_pieces_that_share_a_page_allocate_nothing_further_on(copies: Copies, un
     learnt(copies, 2 * MAPPING)
     begun(copies, 2, huge=2 * MAPPING if unit > mmap.PAGESIZE else 0)
     mapping = copies.library.copier_map(2 * MAPPING)
-    # As the driver does: each piece begins a little before the end of a page.
+    # As in the driver's copies, each piece begins shortly before the end of a page.
     at, piece = -(-mapping // unit) * unit + unit - 1000, 2 * MIB
     copies.copy(at, bytes(piece - 1) + b"x")
     for number in range(1, 30):
@@ -407,7 +407,7 @@ def test_threads_keep_to_the_limit_of_a_control_group(
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
-    # Not every machine has groups of version 2.
+    # Not every machine has cgroups of version 2.
     monkeypatch.setattr(cpu, "_GROUPS", tmp_path)
     monkeypatch.setattr(cpu, "_group", {os.getpid(): "jobs/train"}.__getitem__)
     (tmp_path / "jobs/train").mkdir(parents=True)

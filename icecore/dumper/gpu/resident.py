@@ -443,7 +443,7 @@ class Resident:
 
 
 def _copies(pids: Collection[int]) -> Copies:
-    """Return how each of these processes, which share the cores, makes the driver's copies."""
+    """Return how each process makes the driver's copies, if these processes share the cores."""
     some = max(1, len(pids))
     cores = float(limits.threads_for(_COPY_THREADS * some))
     for pid in pids:

@@ -266,7 +266,7 @@ class EarlyScan:
         rest = {pid: threads for pid, threads in held.items() if pid not in read.threads}
         # By now CRIU has reached the first one, or is about to.
         self._copy_mappings(list(rest)[1:], images, mappings)
-        # Not before: planning, too, is Python code, and would take turns with this thread.
+        # Read the facts after planning: both are Python code, and would delay each other.
         facts: list[Future[tuple[Standing, RseqAreas]]] = []
         self._scan(
             rest,
@@ -352,7 +352,7 @@ class EarlyScan:
             images: Host pid → image id, for all processes of the tree.
             during: What works meanwhile: "driver" or "criu".
             memories: The shared memory, and files, to read; skipped if a process has a ring.
-            planned: Called before the first process is read, once it is known what to read.
+            planned: Called when it is known what to read, before the first process is read.
         """
         copied = with_forked(self._copied, images, self._parent)
         alive = [image for pid, image in images.items() if not procfs.is_zombie(pid)]

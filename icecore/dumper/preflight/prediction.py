@@ -19,8 +19,8 @@ class Seen(NamedTuple):
 
 
 #: Seconds of a window apart from copying, for the first GPU process and for each further one. With
-#: the driver's time for the 0.6 GB or so that it keeps of each process, they add up to the windows
-#: of docs/results: 0.28–0.9 s for one process, 1.4–1.7 s for two ranks, 3.0–3.6 s for four.
+#: the driver's time for what it keeps of each process (about 0.6 GB), they add up to the windows in
+#: docs/results: 0.28–0.9 s for one process, 1.4–1.7 s for two ranks, 3.0–3.6 s for four.
 FIRST, FURTHER = Seen(0.15, 0.25, 0.7), Seen(0.7, 0.95, 1.1)
 
 #: The least that the driver moves of a process, an empty context, whatever NVML reports beside

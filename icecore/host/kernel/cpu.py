@@ -41,11 +41,11 @@ def _read(clock: int) -> float | None:
 
 
 def usable_cores(pid: int = 0) -> float:
-    """Return how many cores a process may use: those of its affinity, or what the limit of its
-    cgroup allows (version 2, its own group), whichever is less.
+    """Return how many cores a process may use: the number in its affinity or the limit of its own
+    cgroup (version 2), whichever is less.
 
     Args:
-        pid: Host pid; 0: this process.
+        pid: The host pid; 0: this process.
 
     Raises:
         ProcessLookupError: The process has ended.

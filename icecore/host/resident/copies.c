@@ -58,7 +58,7 @@
 #define PAGE ((size_t)4096)
 #define POPULATE_WRITE 23 /* MADV_POPULATE_WRITE, Linux 5.14 */
 #define PRESENT_OR_SWAPPED (3ull << 62) /* in an entry of /proc/PID/pagemap */
-#define ENTRIES ((size_t)512) /* of /proc/PID/pagemap that are read at once */
+#define ENTRIES ((size_t)512) /* of /proc/PID/pagemap, in one read */
 #define END_NANOSECONDS 1000000000ll
 
 static char *stacks; /* one for each thread */
@@ -76,12 +76,12 @@ static struct work {
 	char *to;
 	const char *from; /* NULL: populate `to`, in parts of a huge page */
 	size_t size;
-	/* Of a copy: `to` is memory that libcuda has mapped since the window began. Of pages to
-	 * populate: the last window tells which are needed. */
+	/* For a copy: `to` is memory that libcuda has mapped since the window began. For pages to
+	 * populate: only those that the last window needed are populated. */
 	bool known;
 	size_t origin; /* offset of `to` in all that the driver has mapped since the window began */
 } work;
-/* A bit for each part of the current copy: none of its pages was ever touched. */
+/* A bit for each part of the current copy: whether all its pages are untouched. */
 static uint64_t untouched[MOST_PARTS / 64 + 2];
 static atomic_uint
     first_touch[2]; /* of an even or odd huge page: 1, a thread touches it; 2, done */
@@ -98,7 +98,7 @@ static atomic_flag ranges_lock = ATOMIC_FLAG_INIT;
 /* A bit for each part, by origin: whether anything but zeros was copied there. */
 static _Atomic uint64_t needed[KNOWN / PART / 64], needed_before[KNOWN / PART / 64];
 static atomic_bool unknown; /* what is needed: pages could not be looked up */
-/* `mapped` of the last window; 0: there was none; SIZE_MAX: what it needed is not known. */
+/* `mapped` of the last window; 0: there was none; SIZE_MAX: the pages it needed are unknown. */
 static size_t mapped_before;
 
 static long call(long which, long a, long b, long c, long d)
@@ -150,8 +150,8 @@ static bool all_zeros(const char *at, size_t size)
 }
 
 /* Find the parts of private anonymous memory whose pages were never touched. One thread does this
- * for all: each lookup takes the lock of the address space, which threads would hand to one
- * another. */
+ * for all threads: each lookup takes the lock of the address space, and the threads would take it
+ * in turns. */
 static void find_untouched(const char *at, size_t size)
 {
 	uint64_t entries[ENTRIES];
@@ -177,8 +177,9 @@ static void find_untouched(const char *at, size_t size)
 	call(SYS_close, file, 0, 0, 0);
 }
 
-/* Parts begin at multiples of their size: two threads in one huge page would each clear it, and
- * zeros written across the end of a touched one would allocate the next. */
+/* A part of the work. Parts begin at multiples of their size: two threads that populate one huge
+ * page would each clear it, and zeros written across the end of a touched page would allocate the
+ * next page. */
 struct span {
 	size_t start, end;
 };
@@ -217,7 +218,7 @@ static void note_needed(size_t origin, size_t size)
 			atomic_fetch_or(&needed[part / 64], 1ull << part % 64);
 }
 
-/* Return whether memory is probably needed, assuming that this window is like the last one. */
+/* Return whether this memory is probably needed, assuming that this window is like the last one. */
 static bool is_needed(size_t origin, size_t size)
 {
 	for (size_t part = origin / PART; part <= (origin + size - 1) / PART; part++)
@@ -406,7 +407,7 @@ static void note_read(uintptr_t start, size_t size)
 	atomic_flag_clear(&ranges_lock);
 }
 
-/* Return the origin of a new mapping. */
+/* Note a new mapping, and return its origin. */
 static size_t note_mapping(uintptr_t start, size_t size)
 {
 	size_t origin;
@@ -484,8 +485,8 @@ static void *copies_memcpy(void *to, const void *from, size_t size)
 }
 
 /* Populate the pages that are needed, or all pages if the last window does not tell which. In the
- * first window, what is small holds a context without device memory: it is nearly all zeros, and
- * no page of it is populated. */
+ * first window, a small mapping is the exception: it holds a context without device memory, which
+ * is nearly all zeros, so none of its pages is populated. */
 static void make_pages(char *at, size_t size, size_t origin)
 {
 	bool known = mapped_before ? mapped_before == origin + size : size <= CONTEXT;
