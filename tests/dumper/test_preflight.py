@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 
 from icecore.dumper.freeze.guard import DumpGuard
+from icecore.dumper.observe.files import tree_pids
 from icecore.dumper.observe.gpus import GpuInspection, GpuProcess
 from icecore.dumper.observe.inspection import inspect_tree
 from icecore.dumper.options import DumpOptions
@@ -308,6 +309,13 @@ def test_too_small_pipes(
 
 def test_system_v_shared_memory_of_the_host(start: Start, store: Store) -> None:
     running = start("tree-system-v")
+
+    def mapped() -> bool:
+        return any(
+            "/SYSV" in Path(f"/proc/{pid}/maps").read_text() for pid in tree_pids(running.pid)
+        )
+
+    assert eventually(mapped)
     assert set(refused(store, running.pid)) >= {"system-v"}
     assert not standing(running.pid)
     driving.ask_finish(running.program, running.state_dir)  # it brings its own
