@@ -8,6 +8,7 @@ import ctypes
 import mmap
 import os
 import random
+import resource
 import shutil
 import subprocess
 import threading
@@ -231,12 +232,48 @@ def test_a_first_window_makes_all_pages_only_of_what_holds_device_memory(
 
 
 def test_a_window_without_copies_leaves_what_is_known(copies: Copies) -> None:
-    learnt(copies)
+    begun(copies, 2)
+    at = copies.library.copier_map(MAPPING)
+    copies.copy(at, b"x" * PART * 4)
+    copies.library.copier_unmap(at, MAPPING)
+    copies.end()
     begun(copies, 1)  # as in a window that is tried again
     copies.end()
     begun(copies, 2)
     at = copies.library.copier_map(MAPPING)
+    assert 0 < present(at, MAPPING) <= 4 * MIB // mmap.PAGESIZE
+    copies.library.copier_unmap(at, MAPPING)
+
+
+def test_pages_that_cannot_be_looked_up(copies: Copies) -> None:
+    begun(copies, 2)
+    at = copies.library.copier_map(MAPPING)
+    ctypes.memset(at, 7, MIB)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))  # /proc/self/pagemap cannot be opened
+    try:
+        copies.copy(at, bytes(4 * MIB))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert ctypes.string_at(at, 4 * MIB) == bytes(4 * MIB)
+    assert present(at, MAPPING) == 4 * MIB // mmap.PAGESIZE
+    copies.library.copier_unmap(at, MAPPING)
+    copies.end()
+    # What that window needed is not known, so the next one populates all pages.
+    begun(copies, 2)
+    at = copies.library.copier_map(MAPPING)
+    assert present(at, MAPPING) == MAPPING // mmap.PAGESIZE
+    copies.library.copier_unmap(at, MAPPING)
+
+
+def test_zeros_whose_source_and_target_are_not_aligned_alike(copies: Copies) -> None:
+    begun(copies, 2)
+    at = copies.library.copier_map(MAPPING)
+    copies.copy(at + 3, bytes(8 * MIB))
     assert present(at, MAPPING) == 0
+    copies.copy(at + 3, bytes(4 * MIB - 1) + b"x")
+    assert 0 < present(at, MAPPING) <= PART // mmap.PAGESIZE
+    assert ctypes.string_at(at, 8 * MIB) == bytes(4 * MIB + 2) + b"x" + bytes(4 * MIB - 3)
     copies.library.copier_unmap(at, MAPPING)
 
 
@@ -394,25 +431,34 @@ def test_no_more_threads_than_processors(copies: Copies) -> None:
     ("cores", "processes", "wanted"), [(2, 3, 0), (2, 1, 1), (16, 1, 7), (16, 4, 3), (4, 0, 3)]
 )
 def test_the_processes_share_the_cores(
-    cores: int, processes: int, wanted: int, monkeypatch: pytest.MonkeyPatch
+    cores: int, processes: int, wanted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
+    monkeypatch.setattr(cpu, "_GROUPS", tmp_path)  # no limits
     assert resident._copies(range(1, processes + 1)).threads == wanted
 
 
-@pytest.mark.parametrize(("limit", "wanted"), [("max", 7), ("400000", 3), ("150000", 0)])
-def test_threads_keep_to_the_limit_of_a_control_group(
-    limit: str, wanted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("groups", "limit", "wanted"),
+    [
+        (["a"], "max", 7),
+        (["a"], "400000", 3),
+        (["a"], "150000", 0),
+        (["a", "a"], "400000", 1),
+        (["a", "b"], "400000", 3),
+    ],
+)
+def test_threads_keep_to_the_limits_of_cgroups(
+    groups: list[str], limit: str, wanted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
     # Not every machine has cgroups of version 2.
     monkeypatch.setattr(cpu, "_GROUPS", tmp_path)
-    monkeypatch.setattr(cpu, "_group", {os.getpid(): "jobs/train"}.__getitem__)
-    (tmp_path / "jobs/train").mkdir(parents=True)
-    (tmp_path / "jobs/train/cpu.max").write_text(f"{limit} 100000\n")
-    assert resident._copies([os.getpid()]).threads == wanted
+    monkeypatch.setattr(cpu, "_group", lambda pid: f"/jobs/{groups[pid - 1]}")
+    for group in set(groups):
+        (tmp_path / "jobs" / group).mkdir(parents=True)
+        (tmp_path / "jobs" / group / "cpu.max").write_text(f"{limit} 100000\n")
+    assert resident._copies(range(1, len(groups) + 1)).threads == wanted
 
 
 def test_nothing_begins_without_threads_or_a_library(copies: Copies) -> None:

@@ -443,10 +443,12 @@ class Resident:
 
 
 def _copies(pids: Collection[int]) -> Copies:
-    """Return how each process makes the driver's copies, if these processes share the cores."""
+    """Return how each process makes the driver's copies, if these processes share the cores. The
+    agent keeps to the affinity of its process.
+    """
     some = max(1, len(pids))
-    cores = float(limits.threads_for(_COPY_THREADS * some))
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            cores = min(cores, cpu.usable_cores(pid))
-    return Copies(threads=max(0, int(cores) // some - 1), huge=limits.spare_huge_bytes(some))
+    cores = limits.threads_for(_COPY_THREADS * some) // some
+    groups = Counter(filter(None, map(cpu.group_limit, pids)))
+    for (_, allowed), members in groups.items():
+        cores = min(cores, int(allowed / members))
+    return Copies(threads=max(0, cores - 1), huge=limits.spare_huge_bytes(some))

@@ -40,27 +40,32 @@ def _read(clock: int) -> float | None:
         return None
 
 
-def usable_cores(pid: int = 0) -> float:
-    """Return how many cores a process may use: the number in its affinity or the limit of its own
-    cgroup (version 2), whichever is less.
+def usable_cores() -> float:
+    """Return how many cores this process may use: the number in its affinity or the limit of its
+    own cgroup (version 2), whichever is less.
+    """
+    limit = group_limit()
+    return min([float(len(os.sched_getaffinity(0))), *([limit[1]] if limit else [])])
+
+
+def group_limit(pid: int = 0) -> tuple[str, float] | None:
+    """Return the cgroup (version 2) of a process, and the cores that its own limit allows to all its
+    processes together. Return None if there is no limit, no such group or no such process.
 
     Args:
         pid: The host pid; 0: this process.
-
-    Raises:
-        ProcessLookupError: The process has ended.
     """
-    cores = float(len(os.sched_getaffinity(pid)))
     try:
-        quota, period = (_GROUPS / _group(pid) / "cpu.max").read_text().split()
-        return cores if quota == "max" else min(cores, int(quota) / int(period))
+        group = _group(pid)
+        quota, period = (_GROUPS / group.lstrip("/") / "cpu.max").read_text().split()
+        return None if quota == "max" else (group, int(quota) / int(period))
     except (OSError, IndexError, ValueError):
-        return cores  # no such group, or none with a limit
+        return None
 
 
 def _group(pid: int) -> str:
     text = Path(f"/proc/{pid or 'self'}/cgroup").read_text(errors="surrogateescape")
-    return text.rsplit("::", 1)[1].strip().lstrip("/")
+    return text.rsplit("::", 1)[1].strip()
 
 
 def idle_seconds() -> float:

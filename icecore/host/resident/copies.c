@@ -7,8 +7,8 @@
  * several threads share each piece. They do not write zeros to memory that was never touched,
  * because it reads as zeros. Such memory is not allocated, scanned or dumped. The driver asks for a
  * mapping with all its pages (MAP_POPULATE), which one thread would populate, with pages of 4 KiB.
- * Here, several threads populate the pages that the last window needed, with huge pages where that
- * is allowed.
+ * Here, several threads populate the memory that the last window needed, in pieces of 2 MiB, with
+ * huge pages where that is allowed.
  *
  * The driver's thread starts the threads when it has something to copy, and they end after a few
  * milliseconds without work. CRIU holds all other threads meanwhile. When it continues, these
@@ -51,7 +51,7 @@
 #define TICK_NANOSECONDS 1000000l
 #define IDLE_NANOSECONDS 3000000l /* after this time without work, a thread ends */
 #define MAPPING ((size_t)64 << 20) /* the smallest mapping that counts as the driver's */
-#define CONTEXT ((size_t)1 << 30)
+#define CONTEXT ((size_t)1 << 30) /* a smaller mapping is mostly that of a context */
 #define HUGE ((size_t)2 << 20)
 #define RANGES 256
 #define KNOWN ((size_t)16 << 30) /* bytes of mappings for which `needed` has bits */
@@ -126,13 +126,14 @@ static void wait_change(atomic_uint *word, unsigned seen, int *spins)
 		call(SYS_futex, (long)word, FUTEX_WAIT_PRIVATE, (long)seen, (long)&limit);
 }
 
+/* A word at any address: source and target of a copy need not be aligned alike. */
+typedef uint64_t word __attribute__((aligned(1), may_alias));
+
 static bool all_zeros(const char *at, size_t size)
 {
-	const uint64_t *words = (const void *)at;
+	const word *words = (const word *)at;
 	size_t count = size / sizeof *words;
 
-	if ((uintptr_t)at % sizeof *words)
-		return false;
 	for (; count >= 16; count -= 16, words += 16) {
 		uint64_t some = 0;
 		for (int i = 0; i < 16; i++)
@@ -161,20 +162,21 @@ static void find_untouched(const char *at, size_t size)
 	    (int)call(SYS_openat, AT_FDCWD, (long)"/proc/self/pagemap", O_RDONLY | O_CLOEXEC, 0);
 
 	memset(untouched, 0xff, size / PART / 8 + sizeof *untouched);
-	if (file < 0)
-		atomic_store(&unknown, true);
 	for (size_t count; first < end; first += count) {
 		count = end - first < ENTRIES ? end - first : ENTRIES;
 		bool found =
 		    call(SYS_pread64, file, (long)entries, (long)(count * sizeof *entries),
 			(long)(first * sizeof *entries)) == (long)(count * sizeof *entries);
+		if (!found)
+			atomic_store(&unknown, true);
 		for (size_t i = 0; i < count; i++) {
 			size_t one = (first + i) * PAGE / PART - part;
 			if (!found || entries[i] & PRESENT_OR_SWAPPED)
 				untouched[one / 64] &= ~(1ull << one % 64);
 		}
 	}
-	call(SYS_close, file, 0, 0, 0);
+	if (file >= 0)
+		call(SYS_close, file, 0, 0, 0);
 }
 
 /* A part of the work. Parts begin at multiples of their size: two threads that populate one huge
@@ -485,7 +487,7 @@ static void *copies_memcpy(void *to, const void *from, size_t size)
 }
 
 /* Populate the pages that are needed, or all pages if the last window does not tell which. In the
- * first window, a small mapping is the exception: it holds a context without device memory, which
+ * first window, a small mapping is the exception: most often it holds only a context, which
  * is nearly all zeros, so none of its pages is populated. */
 static void make_pages(char *at, size_t size, size_t origin)
 {
