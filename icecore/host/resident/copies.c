@@ -77,7 +77,7 @@ static struct work {
 	const char *from; /* NULL: populate `to`, in parts of a huge page */
 	size_t size;
 	/* For a copy: `to` is memory that libcuda has mapped since the window began. For pages to
-	 * populate: only those that the last window needed are populated. */
+	 * populate: `needed_before` tells which. */
 	bool known;
 	size_t origin; /* offset of `to` in all that the driver has mapped since the window began */
 } work;
@@ -151,8 +151,8 @@ static bool all_zeros(const char *at, size_t size)
 }
 
 /* Find the parts of private anonymous memory whose pages were never touched. One thread does this
- * for all threads: each lookup takes the lock of the address space, and the threads would take it
- * in turns. */
+ * for all threads: each lookup takes the lock of the address space, and the threads would compete
+ * for it. */
 static void find_untouched(const char *at, size_t size)
 {
 	uint64_t entries[ENTRIES];
