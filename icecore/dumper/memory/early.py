@@ -266,19 +266,11 @@ class EarlyScan:
         rest = {pid: threads for pid, threads in held.items() if pid not in read.threads}
         # By now CRIU has reached the first one, or is about to.
         self._copy_mappings(list(rest)[1:], images, mappings)
-        # Read the facts after planning: both are Python code, and would delay each other.
-        facts: list[Future[tuple[Standing, RseqAreas]]] = []
-        self._scan(
-            rest,
-            images,
-            read,
-            "criu",
-            self._shared,
-            lambda: facts.append(standing.submit(self._observe, ahead)),
-        )
+        facts = standing.submit(self._observe, ahead)
+        self._scan(rest, images, read, "criu", self._shared)
         for copied in self._copying:
             copied.result()
-        known, rseq = facts[0].result()
+        known, rseq = facts.result()
         rseq.look()
         sharing = {one.image: one.shared for one in read.own.values()}
         return Early(held, read.present, read.processes, known, rseq, read.shared, sharing)
@@ -343,7 +335,6 @@ class EarlyScan:
         read: _Read,
         during: str,
         memories: Sequence[SharedMemory] = (),
-        planned: Callable[[], None] = lambda: None,
     ) -> None:
         """Read the memory of processes, then shared memory, and add it to ``read``.
 
@@ -352,7 +343,6 @@ class EarlyScan:
             images: Host pid → image id, for all processes of the tree.
             during: What works meanwhile: "driver" or "criu".
             memories: The shared memory, and files, to read; skipped if a process has a ring.
-            planned: Called when it is known what to read, before the first process is read.
         """
         copied = with_forked(self._copied, images, self._parent)
         alive = [image for pid, image in images.items() if not procfs.is_zombie(pid)]
@@ -370,7 +360,6 @@ class EarlyScan:
                 if int(extents["pages"].sum()) * PAGE >= _LEAST_BYTES:
                     stream = order[image] % self._context.streams
                     own[pid] = self._plan(pid, image, regions, extents, stream, copied.get(image))
-            planned()
             saved = 0
             for pid, scanned, elsewhere in self._scan_all(own, read):
                 read.processes[own[pid].image] = scanned

@@ -44,8 +44,8 @@ def usable_cores() -> float:
     """Return how many cores this process may use: the number in its affinity or the limit of its
     own cgroup (version 2), whichever is less.
     """
-    limit = group_limit()
-    return min([float(len(os.sched_getaffinity(0))), *([limit[1]] if limit else [])])
+    cores, limit = float(len(os.sched_getaffinity(0))), group_limit()
+    return min(cores, limit[1]) if limit else cores
 
 
 def group_limit(pid: int = 0) -> tuple[str, float] | None:
