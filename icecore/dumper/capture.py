@@ -21,7 +21,7 @@ from icecore.dumper.memory.early import Early
 from icecore.dumper.memory.forked import with_forked
 from icecore.dumper.memory.grid import grid
 from icecore.dumper.memory.hidden import complete, find_hidden, find_shared
-from icecore.dumper.memory.images import ImageSet, Pagemap, image_files, read_images
+from icecore.dumper.memory.images import ImageSet, Pagemap, image_files
 from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.open_files import OpenFiles
 from icecore.dumper.memory.parent import Parent
@@ -148,7 +148,11 @@ class Capture:
         self._emit = emit
 
     def in_window(
-        self, root: int, device: Mapping[int, Sequence[tuple[int, int]]], early: Early | None = None
+        self,
+        root: int,
+        device: Mapping[int, Sequence[tuple[int, int]]],
+        images: ImageSet,
+        early: Early | None = None,
     ) -> Captured:
         """Read everything that must be read while the tree stands still.
 
@@ -156,12 +160,13 @@ class Capture:
             root: Host pid of the tree's root.
             device: Host pid → where device memory lies in the process's memory, (start, end),
                 ascending.
+            images: The page maps that CRIU wrote.
             early: What was read while CRIU was at work.
         """
         standing = early.standing if early else observe(root, procfs.MapsReader())
         pids = standing.pids
-        captured = Captured(standing, self._read_images(pids, early))
-        images = captured.images
+        images = self._complete(images, pids, early)
+        captured = Captured(standing, images)
         copied = with_forked(self._copied, pids, self._parent)
         touched = early.rseq.addresses() if early else []
         by_image = {image: pid for pid, image in pids.items()}
@@ -194,9 +199,8 @@ class Capture:
         _still_there({*standing.alive, *(early.threads if early else ())})
         return captured
 
-    def _read_images(self, pids: Mapping[int, int], early: Early | None) -> ImageSet:
-        """Read CRIU's page maps and add the pages that it was kept from seeing."""
-        images = read_images(self._images)
+    def _complete(self, images: ImageSet, pids: Mapping[int, int], early: Early | None) -> ImageSet:
+        """Add the pages that CRIU was kept from seeing to its page maps."""
         hidden = read_hidden(self._images / HIDDEN_FILE)
         if unknown := hidden.keys() - pids.keys():
             raise DumpFailed(

@@ -96,6 +96,7 @@ def test_what_holds_something_whoever_asks_how(scanned, monkeypatch):
     with target(code) as it:
         (a,) = map(int, it.hear())
         monkeypatch.setattr(pagemap, "scan_supported", lambda: scanned)
+        monkeypatch.setattr(pagemap, "_SHARE", PAGE)  # so that small processes get several threads
         ranges = [
             (a, a + 4 * 4096),
             (a + 4 * 4096, a + (300 << 20)),
@@ -110,6 +111,37 @@ def test_what_holds_something_whoever_asks_how(scanned, monkeypatch):
             ]
             assert found == [(0, 2), (5, 1), (32767, 2), (65535, 2), (102399, 1)]
         assert len(pagemap.contents_of(it.pid, [], 2)) == 0
+
+
+@pytest.mark.skipif(not pagemap.scan_supported(), reason="PAGEMAP_SCAN needs Linux 6.7")
+def test_several_threads_share_the_memory_beside_a_large_reservation(monkeypatch):
+    code = """
+    a = anonymous(256 << 20)
+    libc.madvise(a, 256 << 20, 15)
+    for page in range(0, 65536, 2):
+        ctypes.memset(a + page * 4096, 1, 1)
+    r = anonymous(1 << 40, 3, 0x4022)  # MAP_NORESERVE
+    ctypes.memset(r + (700 << 30), 1, 1)
+    say(a, r); hear()
+    """
+    found = []
+    contents = pagemap.Pagemap._contents
+
+    def spy(self, wanted):
+        runs = contents(self, wanted)
+        found.append(len(runs))
+        return runs
+
+    monkeypatch.setattr(pagemap.Pagemap, "_contents", spy)
+    with target(code) as it:
+        a, r = map(int, it.hear())
+        ranges = sorted([(a, a + (256 << 20)), (r, r + (1 << 40))])
+        (one,) = [pagemap.contents_of(it.pid, ranges, 1)]
+        monkeypatch.setattr(pagemap, "_SHARE", 16 << 20)
+        several = pagemap.contents_of(it.pid, ranges, 4)
+    assert (one == several).all() and len(one) == 32768 + 1
+    assert len(found) == 1 + 4 and min(found[1:]) >= 32768 // 4
+    assert (r + (700 << 30)) in several["start"].tolist()
 
 
 @pytest.mark.skipif(

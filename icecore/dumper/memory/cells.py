@@ -24,7 +24,12 @@ RUN = np.dtype([("address", "<u8"), ("length", "<u8")])
 EXTENT = np.dtype([("address", "<u8"), ("pages", "<u8")])
 
 _NODE_BYTES = NODE_CELLS * CELL_BYTES
-_MASK_CELLS = 4096
+#: u8[4, 257]: the words of the bitmap of a cell whose first k pages are present, by k.
+_FIRST_PAGES = np.ascontiguousarray(
+    np.packbits(np.tri(CELL_PAGES + 1, CELL_PAGES, -1, np.bool_), axis=1, bitorder="little")
+    .view("<u8")
+    .T
+)
 #: Take the place of a known cell's row. UNKNOWN: the cell changed, or nothing is known of it. ZERO:
 #: it holds only zeros, which are not read again.
 UNKNOWN, ZERO = -1, -2
@@ -158,12 +163,11 @@ def plan_cells(regions: Sequence[Region], extents: npt.NDArray[np.void]) -> Cell
     new[0] = True
     new[1:] = (np.diff(region) != 0) | (np.diff(cell) != 0)
     head = np.flatnonzero(new)
-    index = np.cumsum(new) - 1
     return CellPlan(
         region=region[head].astype(np.uint32),
         cell=cell[head].astype(np.uint32),
         key=np.maximum(base[head].astype(np.uint64), starts[region[head]]),
-        bitmap=_bitmaps(index, (run_low - base) // PAGE, (run_high - base) // PAGE),
+        bitmap=_bitmaps(head, (run_low - base) // PAGE, (run_high - base) // PAGE),
         length=np.add.reduceat(runs["length"], head).astype(np.uint64),
         first_run=np.append(head, len(runs)).astype(np.uint32),
         runs=runs,
@@ -171,41 +175,15 @@ def plan_cells(regions: Sequence[Region], extents: npt.NDArray[np.void]) -> Cell
 
 
 def _bitmaps(
-    index: npt.NDArray[np.intp], low: npt.NDArray[np.int64], high: npt.NDArray[np.int64]
+    head: npt.NDArray[np.intp], low: npt.NDArray[np.int64], high: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.uint8]:
-    """Return the page bitmaps of cells from their page runs [low, high). ``index`` is the cell of
-    each run, ascending; every cell has a run.
+    """Return the page bitmaps of cells, u1[n, 32], from their page runs [low, high). ``head`` is the
+    first run of each cell, ascending; every cell has a run.
     """
-    partial = np.flatnonzero(high - low < CELL_PAGES)
-    out = np.full((int(index[-1]) + 1, BITMAP_BYTES), 0xFF, np.uint8)
-    if len(partial):
-        of = index[partial]
-        new = np.concatenate(([True], of[1:] != of[:-1]))
-        out[of[new]] = _mixed(int(new.sum()), np.cumsum(new) - 1, low[partial], high[partial])
-    return out
-
-
-def _mixed(
-    cells: int, index: npt.NDArray[np.intp], low: npt.NDArray[np.int64], high: npt.NDArray[np.int64]
-) -> npt.NDArray[np.uint8]:
-    """Compute `_bitmaps` for cells that are not full, a few thousand at a time to bound the scratch
-    memory.
-    """
-    out = np.empty((cells, BITMAP_BYTES), np.uint8)
-    for start in range(0, cells, _MASK_CELLS):
-        stop = min(start + _MASK_CELLS, cells)
-        a, b = np.searchsorted(index, [start, stop])
-        edges = np.zeros((stop - start, CELL_PAGES + 1), np.int16)
-        np.add.at(edges, (index[a:b] - start, low[a:b]), 1)
-        np.subtract.at(edges, (index[a:b] - start, high[a:b]), 1)
-        out[start:stop] = np.packbits(
-            np.cumsum(edges[:, :CELL_PAGES], axis=1, dtype=np.int16)
-            .view(np.uint16)
-            .astype(np.bool_),
-            axis=1,
-            bitorder="little",
-        )
-    return out
+    out = np.empty((len(head), _FIRST_PAGES.shape[0]), _FIRST_PAGES.dtype)
+    for number, first in enumerate(_FIRST_PAGES):
+        out[:, number] = np.bitwise_or.reduceat(first[high] ^ first[low], head)
+    return out.view(np.uint8)
 
 
 _bounds = attrgetter("start", "length", "origin")

@@ -211,6 +211,10 @@ class EarlyScan:
             self._context.stop.set()
         self._thread.join()
 
+    def begin_nothing(self) -> None:
+        """Let the scan end what it has begun. Call it once CRIU is done."""
+        self._over.set()
+
     def finish(self) -> Early | None:
         """Wait until the scan ends. Call it once CRIU is done; the scan then begins nothing new.
 
@@ -220,7 +224,7 @@ class EarlyScan:
         Raises:
             Whatever prevents the snapshot.
         """
-        self._over.set()
+        self.begin_nothing()
         self._thread.join()
         if self._failure is not None:
             raise self._failure

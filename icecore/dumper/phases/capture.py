@@ -60,7 +60,7 @@ def capture(request: Request, ready: Ready, frozen: Frozen, running: Phase) -> C
         request.target.record.is_own if request.target.record else lambda path: False,
         ready.data,
     )
-    tree = reading.in_window(request.target.pid, frozen.device, frozen.early)
+    tree = reading.in_window(request.target.pid, frozen.device, frozen.images, frozen.early)
     # After the logs were read: a start offset is raised before output is removed.
     starts = log_starts(request.target)
     running.bytes = tree.scanned

@@ -15,6 +15,7 @@ from icecore.dumper.capture import HIDDEN_FILE
 from icecore.dumper.freeze.guard_process import WINDOW_PRIORITY
 from icecore.dumper.freeze.streamed import receive
 from icecore.dumper.memory.early import Early, EarlyScan
+from icecore.dumper.memory.images import ImageSet, read_images
 from icecore.dumper.observe.files import tree_pids
 from icecore.dumper.phases.preflight import Accepted
 from icecore.dumper.phases.prepare import Ready
@@ -46,11 +47,13 @@ class Frozen:
         ends: The dump ends it once the snapshot is committed.
         device: Host pid → where device memory lies in the process's memory, (start, end),
             ascending.
+        images: The page maps that CRIU wrote.
         early: What was read while CRIU was at work; None: nothing.
     """
 
     ends: bool
     device: Mapping[int, Sequence[tuple[int, int]]]
+    images: ImageSet
     early: Early | None
 
 
@@ -92,7 +95,7 @@ def freeze(request: Request, accepted: Accepted, ready: Ready, running: Phase) -
         running.fields["streamed"] = receive(
             ready.guard.pages(), request.criu.version, ready.images, _STREAM_SECONDS
         )
-        return Frozen(ends, _device(ready), None)
+        return Frozen(ends, _device(ready), read_images(ready.images), None)
     with EarlyScan(
         request.target.pid,
         ready.images,
@@ -109,7 +112,9 @@ def freeze(request: Request, accepted: Accepted, ready: Ready, running: Phase) -
         _stop(accepted, ready, early.driver_works)
         window.freeze()
         running.fields["freeze_seconds"] = time.monotonic() - window.started
-        return Frozen(ends, _device(ready), early.finish())
+        early.begin_nothing()
+        images = read_images(ready.images)  # while the scan reads on
+        return Frozen(ends, _device(ready), images, early.finish())
 
 
 def _device(ready: Ready) -> Mapping[int, Sequence[tuple[int, int]]]:

@@ -43,9 +43,13 @@ PAGE_RUN = np.dtype([("start", "<u8"), ("end", "<u8"), ("categories", "<u8")])
 Wanted = tuple[int, int, int]
 
 _PAGEMAP_SCAN = 0xC0606610
-_PIECE, _PIECES = 128 << 20, 128  # bytes that one thread walks at a time, and how often at most
-#: Resident memory of a process from which several threads are faster than one.
-_SEVERAL = 256 << 20
+#: Least bytes of a piece that one thread walks, and into about how many pieces the small ranges, and
+#: the large ones, are divided at most.
+_PIECE, _PIECES = 16 << 20, 512
+#: A range of more bytes counts as large.
+_RESERVED = 8 << 30
+#: Resident bytes of a process for each thread: with fewer, starting the thread takes longer.
+_SHARE = 128 << 20
 _BATCH = 1 << 16  # entries a read (512 KiB) or regions a scan
 
 
@@ -272,16 +276,14 @@ def contents_of(
     Raises:
         NotFound: There is no such process.
     """
-    several = threads > 1 and procfs.resident_bytes(pid) >= _SEVERAL
     wanted = _wanted(ranges, anonymous)
-    pieces = _pieces(wanted) if several else [wanted]
+    shares = _shares(wanted, min(threads, procfs.resident_bytes(pid) // _SHARE))
     with Pagemap(pid) as pagemap:
-        if len(pieces) < 2:
-            parts = [pagemap._contents(piece) for piece in pieces]
-        else:
-            with ThreadPoolExecutor(min(threads, len(pieces)), thread_name_prefix="pages") as pool:
-                parts = list(pool.map(pagemap._contents, pieces))
-    return _joined(np.concatenate([*parts, np.empty(0, PAGE_RUN)]))
+        if len(shares) < 2:
+            return _joined(pagemap._contents(wanted))
+        with ThreadPoolExecutor(len(shares), thread_name_prefix="pages") as pool:
+            found = np.concatenate(list(pool.map(pagemap._contents, shares)))
+    return _joined(found[np.argsort(found["start"])])
 
 
 def _wanted(ranges: Iterable[tuple[int, int]], anonymous: Collection[int]) -> list[Wanted]:
@@ -291,23 +293,25 @@ def _wanted(ranges: Iterable[tuple[int, int]], anonymous: Collection[int]) -> li
     ]
 
 
-def _pieces(ranges: Sequence[Wanted]) -> list[list[Wanted]]:
-    """Divide ranges into groups of about the same size."""
-    # Of reserved addresses (CUDA: as many as machine and GPUs have memory) each piece costs a call,
-    # and nothing else.
-    most = max(_PIECE, sum(end - start for start, end, _ in ranges) // _PIECES // PAGE * PAGE)
-    groups: list[list[Wanted]] = [[]]
-    room = most
-    for start, end, excluded in ranges:
-        while start < end:
-            stop = min(end, start + room)
-            groups[-1].append((start, stop, excluded))
-            room -= stop - start
-            start = stop
-            if not room:
-                groups.append([])
-                room = most
-    return [group for group in groups if group]
+def _shares(ranges: Sequence[Wanted], count: int) -> list[list[Wanted]]:
+    """Divide ranges into ``count`` shares that take about the same time, each ascending.
+
+    They are cut into small pieces, which are dealt out in turn. Pages lie close together in some
+    ranges, and large ranges are mostly reserved addresses (CUDA reserves as many as machine and GPUs
+    have memory), whose walk takes no time. So large ranges get larger pieces.
+    """
+    if count < 2:
+        return [list(ranges)]
+    large = sum(end - start for start, end, _ in ranges if end - start > _RESERVED)
+    small = sum(end - start for start, end, _ in ranges) - large
+    steps = [max(_PIECE, size // _PIECES // PAGE * PAGE) for size in (small, large)]
+    pieces = [
+        (first, min(end, first + step), excluded)
+        for start, end, excluded in ranges
+        for step in (steps[end - start > _RESERVED],)
+        for first in range(start, end, step)
+    ]
+    return [share for number in range(count) if (share := pieces[number::count])]
 
 
 def _joined(runs: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
