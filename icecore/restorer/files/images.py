@@ -88,6 +88,8 @@ class LazyMemory:
         wanted: u1[n, 32], those pages.
         wiped: Ranges (start, end) that a forked child finds empty (MADV_WIPEONFORK).
         device: bool[n], which cells are device memory.
+        driver: Ranges (start, end) of device memory, in address order. The driver reads all of
+            them, also where there are no such pages.
         filed: Ranges (start, end) that come from a file (`FiledMemory`).
     """
 
@@ -96,6 +98,7 @@ class LazyMemory:
     wanted: Bytes
     wiped: list[tuple[int, int]]
     device: npt.NDArray[np.bool_]
+    driver: list[tuple[int, int]]
     filed: list[tuple[int, int]]
 
 
@@ -316,12 +319,15 @@ def plan_memory(
                 cells, covered(cells.records["data"], cells.base, _extents(entries[can_wait]))
             )
             assert vmas is not None, "only memory of processes waits"
-            wiped = wiped_ranges(vmas)
-            lazy.append(
-                LazyMemory(
-                    int(space.key), own, pages, wiped, within(own, device_ranges(space)), ranges
-                )
-            )
+            wiped, device = wiped_ranges(vmas), device_ranges(space)
+            driver = [
+                (max(start, low), min(end, high))
+                for start, end in device
+                for low, high in gaps(ranges)
+                if max(start, low) < min(end, high)
+            ]
+            inside = within(own, device)
+            lazy.append(LazyMemory(int(space.key), own, pages, wiped, inside, driver, ranges))
     for part, (vmas, pieces) in zip(filed, mapped, strict=True):
         # A file entry for each process: if two processes map one file at the same address, CRIU
         # lets the child inherit the parent's mapping, whatever part of the file it maps.

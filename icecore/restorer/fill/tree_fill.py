@@ -86,6 +86,14 @@ class TreeFill(CellSink):
             self._family_of.extend([len(self._families)] * len(family))
             self._families.append(family)
         self._rows = [(self._first[family.process], len(family)) for family in self._families]
+        #: Device memory that comes through userfaultfd: which process's, and where.
+        self._driver = [
+            (family, start, end)
+            for part, family in zip(memory, self._families, strict=True)
+            for start, end in part.driver
+        ]
+        self._zeros = threading.Thread(target=self._place_zeros, name="zeros", daemon=True)
+        self._over = threading.Event()
         #: A byte for each cell: whether it is device memory.
         self._device = b"".join(part.device.tobytes() for part in memory)
         #: Its rows that may still be missing, the last ones first.
@@ -148,6 +156,7 @@ class TreeFill(CellSink):
             self._placers.close()
         if self._device_file is not None:
             self._device_file.wait()
+        self._end_zeros()
         self.daemon.finish()
         self.daemon.wait_for(lambda d: d.complete, seconds)
         self._fetcher.stop()
@@ -161,6 +170,7 @@ class TreeFill(CellSink):
 
     def stop(self) -> None:
         """End all threads and placers of a tree that is dead or complete."""
+        self._end_zeros()
         self.kill_placers()
         self._fetcher.stop()
         if self._placers is not None:
@@ -183,6 +193,25 @@ class TreeFill(CellSink):
         """
         if self._device_file is not None:
             self._device_file.attach(self._member, self._failed)
+
+    def place_zeros(self) -> None:
+        """Start to place zero pages where device memory has none to be placed: the driver, which
+        CRIU lets run next, reads all of it, and would wait in a page fault for every few of them.
+        """
+        if self._driver:
+            self._zeros.start()
+
+    def _place_zeros(self) -> None:
+        try:
+            for family, start, end in self._driver:
+                family.place_zeros(start, end, self._over.is_set)
+        except Exception as error:  # noqa: BLE001 - as the restore's other threads
+            self._failed(error)
+
+    def _end_zeros(self) -> None:
+        self._over.set()
+        if self._zeros.ident is not None:
+            self._zeros.join()
 
     def check_device_file(self, pids: Iterable[int]) -> None:
         """Check that the driver has unmapped the file, before anything of the tree runs.

@@ -61,8 +61,10 @@ def build_tree(
     if plan.manifest.namespaces.network == "host":
         remove_leftovers(plan.manifest.requirements.ports)
     word, placers = str(workspace.work), resources.placers
-    if resources.memory.filed and not prepared.memory.filed:  # it does not come through a file
-        placers = own_placers(attempt, undo, plan, resources.memory.size, word, word)
+    if resources.memory.filed and not prepared.memory.filed and placers is None:
+        # It does not come through a file.
+        size = resources.memory.size
+        placers = own_placers(attempt, undo, plan, size, word, word, driver=True)
     device_file = prepared.device_file.file if prepared.device_file is not None else None
     undo.tree = tree = Tree(
         f"the restore of snapshot {attempt.snapshot}",

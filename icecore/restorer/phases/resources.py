@@ -29,6 +29,9 @@ from icecore.restorer.place.placing import PLACER_BYTES
 from icecore.restorer.plan.memory import room_for
 from icecore.store.format.contract import read_gpus, read_resident, resident_bytes
 
+#: With fewer bytes of device memory, a file and what fills it take longer than userfaultfd.
+_LEAST_FILED = 64 << 20
+
 
 @dataclass(frozen=True)
 class Resources:
@@ -84,8 +87,16 @@ def start_resources(attempt: Attempt, undo: Undo, workspace: Workspace, plan: Pl
     memory = _plan_memory(attempt, plan, devices)
     filed = memory.filed
     file_placers = own_placers(attempt, undo, plan, filed, word)
-    beside = filed > 0
-    placers = own_placers(attempt, undo, plan, memory.size - filed, word, word, beside=beside)
+    placers = own_placers(
+        attempt,
+        undo,
+        plan,
+        memory.size - filed,
+        word,
+        word,
+        driver=devices is not None,
+        file=filed > 0,
+    )
     return Resources(devices, record, restoring, resident, memory, placers, file_placers)
 
 
@@ -179,14 +190,16 @@ def _start_resident(
 
 def _plan_memory(attempt: Attempt, plan: Plan, devices: Devices | None) -> MemoryPlan:
     """Decide whether device memory comes through a file."""
-    resident = resident_bytes(plan.manifest)
-    every = max(0, plan.manifest.sizes.logical - resident)
+    sizes, resident = plan.manifest.sizes, resident_bytes(plan.manifest)
+    every = max(0, sizes.logical - min(resident, sizes.device))  # the rest of a pool is zeros
     recorded = read_gpus(plan.manifest)
     if devices is None or recorded is None or not attempt.device_file:
         return MemoryPlan(every, 0, {})
     ranges = {image: process.temporary for image, process in recorded.processes.items()}
     mapped = sum(end - start for own in ranges.values() for start, end in own)
-    device = min(mapped, max(0, plan.manifest.sizes.device - resident))
+    device = min(mapped, max(0, sizes.device - resident))
+    if device < _LEAST_FILED:
+        return MemoryPlan(every, 0, {})
     # Both kinds of placers hold as much as the budget.
     if memory_available() < every + device * SPARE + 2 * plan.limits.budget:
         return MemoryPlan(every, 0, {})
@@ -201,7 +214,8 @@ def own_placers(
     word: str,
     lock: str = "",
     *,
-    beside: bool = False,
+    driver: bool = False,
+    file: bool = False,
 ) -> Placers | None:
     """Start processes that place ``size`` bytes, if they pay; they end with the restore at the
     latest.
@@ -209,23 +223,30 @@ def own_placers(
     Args:
         word: Shows in their command line.
         lock: Directory for the lock that they share with this process; empty: they need none.
-        beside: Other placers work at the same time.
+        driver, file: As for `placers_for`.
     """
-    placers = _placers(attempt, plan, size, word, lock, beside=beside)
+    placers = _placers(attempt, plan, size, word, lock, driver=driver, file=file)
     if placers is not None:
         undo.stack.callback(placers.close)
     return placers
 
 
 def _placers(
-    attempt: Attempt, plan: Plan, size: int, word: str, lock: str = "", *, beside: bool = False
+    attempt: Attempt,
+    plan: Plan,
+    size: int,
+    word: str,
+    lock: str = "",
+    *,
+    driver: bool = False,
+    file: bool = False,
 ) -> Placers | None:
     """As `own_placers`, but the caller closes them. They load while CRIU's images are written."""
     options, backend = attempt.options, attempt.repository.backend
     count = options.placers or (
         0
         if options.threads
-        else placers_for(size, plan.limits.budget, processes=plan.drivers, beside=beside)
+        else placers_for(size, plan.limits.budget, processes=plan.drivers, driver=driver, file=file)
     )
     if not count or not size or not backend.direct or not backend.folder:
         return None

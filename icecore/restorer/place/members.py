@@ -20,7 +20,7 @@ import numpy as np
 from icecore.errors import RestoreFailed
 from icecore.host.kernel import userfaultfd
 from icecore.host.kernel.userfaultfd import Stop
-from icecore.restorer.place.addressmap import AddressMap
+from icecore.restorer.place.addressmap import AddressMap, MovedPiece
 from icecore.restorer.place.locks import MapLock
 from icecore.restorer.place.placing import CellState, Move
 from icecore.restorer.plan.cells import SpaceCells, page_pieces
@@ -29,6 +29,9 @@ from icecore.store.format.cell import CELL, Bytes
 
 #: Most bytes that one fault on absent memory fills with zero pages.
 ZERO_BYTES = 64 * PAGE
+#: Bytes of zero pages that are placed in advance with one call, and of memory in which their places
+#: are looked up at once.
+_ZERO_STEP, _ZERO_SPAN = 8 << 20, 1 << 30
 _PAUSE = 0.0002
 _LONGEST_PAUSE = 0.01
 #: How often a placed page may be asked for: each thread that waited for it asks once more, but none
@@ -250,7 +253,47 @@ class Family:
                 length += PAGE
         return length
 
+    def gaps(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Return where there is no page to place between two original addresses, (start, end)."""
+        rows = self.rows_in(start, end)
+        base = np.array(self._base[rows.start : rows.stop], np.int64)
+        bits = np.frombuffer(
+            self._wanted, np.uint8, BITMAP_BYTES * len(rows), BITMAP_BYTES * rows.start
+        )
+        row, page = np.nonzero(
+            np.unpackbits(bits.reshape(-1, BITMAP_BYTES), axis=1, bitorder="little")
+        )
+        pages = (base[row] - start) // PAGE + page
+        there = np.zeros((end - start) // PAGE, np.bool_)
+        there[pages[(pages >= 0) & (pages < len(there))]] = True
+        edges = np.flatnonzero(np.diff(there, prepend=True, append=True)) * PAGE + start
+        return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
     # -- placing
+
+    def place_zeros(self, start: int, end: int, stop: Callable[[], bool]) -> None:
+        """Give the restored process zero pages where there is no page to place between two original
+        addresses, which spares it the page faults. Page faults are answered where this gives up:
+        where the address space is changing, or has changed.
+
+        Args:
+            stop: Whether to give up.
+        """
+        (member, *_) = self.members
+        spans = ((at, min(end, at + _ZERO_SPAN)) for at in range(start, end, _ZERO_SPAN))
+        for low, high in (gap for span in spans for gap in self.gaps(*span)):
+            at = low
+            while at < high and not stop():
+                with member.lock.reading():
+                    length = min(_ZERO_STEP, high - at)
+                    if member.gone or member.map.locate(at, length) != [MovedPiece(at, at, length)]:
+                        return
+                    done, error = userfaultfd.zero(member.descriptor, at, length)
+                at += done
+                if error == errno.EEXIST:
+                    at += PAGE
+                elif error:
+                    return
 
     def fill(self, row: int, source: int, placing: Placing = _HERE) -> None:
         """Place one cell in all members that miss it, also in those that are forked meanwhile.

@@ -45,12 +45,21 @@ _BYTES = 32 << 20
 _LEAST_CORES = 5
 _LEAST_BYTES = 512 << 20
 _MOST = 16
-#: The same beside placers that fill a file, and the bytes for which another placer pays.
-_LEAST_BESIDE, _EACH_BESIDE, _MOST_BESIDE = 128 << 20, 64 << 20, 8
+#: While the driver restores device memory: the least bytes, and the bytes for which another placer
+#: pays.
+_LEAST_BESIDE, _EACH_BESIDE = 128 << 20, 32 << 20
+#: The same, and the most placers, beside other placers, which fill a file.
+_EACH_BESIDE_FILE, _MOST_BESIDE_FILE = 64 << 20, 8
 
 
 def placers_for(
-    size: int, budget: int, cores: int | None = None, *, processes: int = 1, beside: bool = False
+    size: int,
+    budget: int,
+    cores: int | None = None,
+    *,
+    processes: int = 1,
+    driver: bool = False,
+    file: bool = False,
 ) -> int:
     """Return how many placers pay.
 
@@ -60,21 +69,20 @@ def placers_for(
         cores: Of this machine.
         processes: How many wait for their memory at once: the driver moves the memory of each in a
             thread of its own.
-        beside: Others fill a file meanwhile, and threads that place would keep this interpreter
-            from calling the driver.
+        driver: The driver restores device memory meanwhile, and threads that place would keep this
+            interpreter from what it does for the driver.
+        file: Other placers fill a file meanwhile, from which the driver reads.
     """
     cores = cores or os.cpu_count() or 1
-    if beside:
-        return (
-            0
-            if cores < _LEAST_CORES or size < _LEAST_BESIDE
-            else min(cores, size // _EACH_BESIDE, _MOST_BESIDE * processes, budget // _BYTES)
-        )
-    return (
-        0
-        if cores < _LEAST_CORES or size < _LEAST_BYTES
-        else min(cores, _MOST * processes, budget // _BYTES)
-    )
+    least = _LEAST_BESIDE if driver or file else _LEAST_BYTES
+    if cores < _LEAST_CORES or size < least:
+        return 0
+    most = min(cores, budget // _BYTES)
+    if file:
+        return min(most, size // _EACH_BESIDE_FILE, _MOST_BESIDE_FILE * processes)
+    if driver:
+        most = min(most, size // _EACH_BESIDE)
+    return min(most, _MOST * processes)
 
 
 class PlacerLost(RestoreFailed):
