@@ -470,6 +470,52 @@ def test_a_restorer_that_is_killed_takes_the_tree_with_it_and_nothing_sees_zeros
         assert not folder.exists(), "the working directory was left behind"
 
 
+#: Pages without bytes: the first, a run across cells, a single one, and the end of the region.
+HOLES = (0, *range(200, 1800), 2000, *range(3840, 4096))
+
+
+def test_where_there_is_no_page_to_place() -> None:
+    records = np.zeros(3, CELL)
+    records["cell"] = [0, 1, 4]
+    records["data"] = 255
+    records["data"][1, 2:5] = 0
+    cells = space_cells([Region(START + 5 * PAGE, (6 << 20) - 9 * PAGE, START)], [records])
+    family = Family(1, cells, records["data"], lambda *_: None)
+
+    def pages(start: int, end: int) -> list[tuple[int, int]]:
+        found = family.gaps(START + start * PAGE, START + end * PAGE)
+        return [((low - START) // PAGE, (high - START) // PAGE) for low, high in found]
+
+    assert pages(5, 6 * 256 - 4) == [(272, 296), (512, 1024), (1280, 1532)]
+    assert pages(280, 284) == [(280, 284)] and pages(280, 300) == [(280, 296)]
+    assert pages(300, 400) == [] and pages(600, 700) == [(600, 700)] and pages(1500, 1500) == []
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_zero_pages_that_are_placed_ahead_cause_no_page_faults(moved: bool) -> None:
+    """Where the process has moved its memory, page faults are answered."""
+    script = f"""
+    if {moved}:
+        m.move(1024, 256)
+    m.say("began")
+    m.wait_for_go()
+    m.say(m.zeros(200, 824), m.zeros(3840, 256))
+    time.sleep(1)
+    m.say(m.check(1, 100), m.check(1801, 100))
+    """
+    with rig(script, HOLES) as it:
+        it.said(1)
+        assert it.family is not None
+        it.family.place_zeros(START, START + (MIB << 20), lambda: False)
+        before = it.daemon.faults
+        it.go()
+        assert it.said(2)[1] == "0 0"
+        # The second gap is left to page faults if a part of it has moved: 64 pages at a time.
+        assert it.daemon.faults - before == (13 if moved else 0)
+        assert it.said(3)[2] == "0 0"
+        it.complete()
+
+
 def test_memory_where_a_file_was_is_other_memory() -> None:
     """A mapping below may grow into the gap that the driver leaves: who touches that waits for
     nobody.

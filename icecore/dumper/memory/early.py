@@ -29,7 +29,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -69,6 +69,8 @@ _T = TypeVar("_T")
 _POLL_SECONDS = 0.001
 #: Least private memory of a process for which the early scan pays off.
 _LEAST_BYTES = 8 << 20
+#: Shared memory of fewer bytes is read by one thread.
+_SMALL_BYTES = 32 << 20
 #: Threads that copy mappings for CRIU.
 _COPIERS = 2
 #: An image that CRIU opens once every thread stands still (cr-dump.c: collect_pstree comes before
@@ -144,6 +146,14 @@ class _Own:
     shared: bool
 
 
+class _SharedObject(NamedTuple):
+    """Shared memory, or a file, to read."""
+
+    memory: SharedMemory
+    key: str
+    stream: int
+
+
 class EarlyScan:
     """An early scan in a thread of its own. Used as a context manager: leaving it with an error
     ends the scan at once.
@@ -191,6 +201,7 @@ class EarlyScan:
         self._maps = maps
         self._context = context
         self._emit = emit
+        self._rseq = RseqAreas(images)
         self._over = threading.Event()
         self._found: Early | None = None
         self._failure: BaseException | None = None
@@ -211,12 +222,13 @@ class EarlyScan:
             self._context.stop.set()
         self._thread.join()
 
-    def begin_nothing(self) -> None:
-        """Let the scan end what it has begun. Call it once CRIU is done."""
+    def criu_is_done(self) -> None:
+        """Let the scan end what it has begun. Meanwhile, read where the kernel may have written."""
         self._over.set()
+        self._rseq.look()
 
     def finish(self) -> Early | None:
-        """Wait until the scan ends. Call it once CRIU is done; the scan then begins nothing new.
+        """Wait until the scan ends, after `criu_is_done`.
 
         Returns:
             What was read; None: nothing that counts.
@@ -224,7 +236,6 @@ class EarlyScan:
         Raises:
             Whatever prevents the snapshot.
         """
-        self.begin_nothing()
         self._thread.join()
         if self._failure is not None:
             raise self._failure
@@ -274,10 +285,9 @@ class EarlyScan:
         self._scan(rest, images, read, "criu", self._shared)
         for copied in self._copying:
             copied.result()
-        known, rseq = facts.result()
-        rseq.look()
+        known = facts.result()
         sharing = {one.image: one.shared for one in read.own.values()}
-        return Early(held, read.present, read.processes, known, rseq, read.shared, sharing)
+        return Early(held, read.present, read.processes, known, self._rseq, read.shared, sharing)
 
     def _copy_mappings(
         self, pids: Iterable[int], images: Mapping[int, int], pool: ThreadPoolExecutor
@@ -325,12 +335,11 @@ class EarlyScan:
             time.sleep(_POLL_SECONDS)
         return None
 
-    def _observe(self, ahead: Future[Ahead] | None) -> tuple[Standing, RseqAreas]:
+    def _observe(self, ahead: Future[Ahead] | None) -> Standing:
         known = ahead.result() if ahead is not None else None
         standing = observe(self._root, self._maps, self._context.stop, known)
-        rseq = RseqAreas(self._images)
-        rseq.look()
-        return standing, rseq
+        self._rseq.look()
+        return standing
 
     def _scan(
         self,
@@ -369,16 +378,41 @@ class EarlyScan:
                 read.processes[own[pid].image] = scanned
                 running.bytes += scanned.plan.bytes
                 saved += elsewhere
+            if not read.rings:
+                # Not at the same time: what both contain is stored once, as a change of the parent's.
+                running.bytes += self._scan_shared(memories, len(alive), read)
             running.fields["shared"] = saved
-            for memory in () if read.rings else memories:
-                for number, (key, one) in enumerate(memory.objects.items(), len(alive)):
-                    if not memory.must_be_read(key):
-                        continue
-                    extents = one.extents(self._context.threads)
+
+    def _scan_shared(self, memories: Sequence[SharedMemory], first: int, read: _Read) -> int:
+        """Read shared memory, and add it to ``read``; small objects all at once, by a thread each.
+
+        Args:
+            first: The stream of the first object of each memory; the next ones follow.
+
+        Returns:
+            Bytes read.
+        """
+        small, large = list[_SharedObject](), list[_SharedObject]()
+        for memory in memories:
+            for number, (key, one) in enumerate(memory.objects.items(), first):
+                if memory.must_be_read(key):
                     stream = number % self._context.streams
-                    scanned = memory.scan_early(key, extents, self._parent, stream, self._context)
-                    read.shared[key] = extents, scanned
-                    running.bytes += scanned.plan.bytes
+                    wanted = small if one.size < _SMALL_BYTES else large
+                    wanted.append(_SharedObject(memory, key, stream))
+
+        def scan(one: _SharedObject, threads: int) -> int:
+            extents = one.memory.objects[one.key].extents(threads)
+            scanned = one.memory.scan_early(
+                one.key, extents, self._parent, one.stream, self._context, threads
+            )
+            read.shared[one.key] = extents, scanned
+            return scanned.plan.bytes
+
+        done = 0
+        if small:
+            with ThreadPoolExecutor(min(self._context.threads, len(small)), "shared") as pool:
+                done += sum(pool.map(lambda one: scan(one, 1), small))
+        return done + sum(scan(one, self._context.threads) for one in large)
 
     def _look(
         self, pids: Collection[int]

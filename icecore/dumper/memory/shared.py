@@ -216,16 +216,22 @@ class SharedMemory:
         return [*self.copied.values()]
 
     def scan_early(
-        self, key: str, extents: Extents, parent: Parent | None, stream: int, context: ScanContext
+        self,
+        key: str,
+        extents: Extents,
+        parent: Parent | None,
+        stream: int,
+        context: ScanContext,
+        threads: int,
     ) -> Scanned:
-        """Scan an object whose processes stand still."""
+        """Scan an object whose processes stand still, with so many threads."""
         known = self.known(key, parent)
         before = parent.space(self.kind, key) if parent else None
         regions = inherit_origins(
             shared_regions(key, extents, self.kind), before.space.regions if before else []
         )
         plan = plan_cells(regions, extents)
-        return context.scan(self.objects[key], stream, plan, regions, known)
+        return context.scan(self.objects[key], stream, plan, regions, known, threads=threads)
 
     def known(self, key: str, parent: Parent | None) -> KnownCells:
         """Return what is known of an object's cells."""

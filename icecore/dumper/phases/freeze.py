@@ -112,7 +112,7 @@ def freeze(request: Request, accepted: Accepted, ready: Ready, running: Phase) -
         _stop(accepted, ready, early.driver_works)
         window.freeze()
         running.fields["freeze_seconds"] = time.monotonic() - window.started
-        early.begin_nothing()
+        early.criu_is_done()
         images = read_images(ready.images)  # while the scan reads on
         return Frozen(ends, _device(ready), images, early.finish())
 

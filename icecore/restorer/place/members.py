@@ -273,8 +273,8 @@ class Family:
 
     def place_zeros(self, start: int, end: int, stop: Callable[[], bool]) -> None:
         """Give the restored process zero pages where there is no page to place between two original
-        addresses, which spares it the page faults. Page faults are answered where this gives up:
-        where the address space is changing, or has changed.
+        addresses, which spares it the page faults. A gap in which memory has been moved or dropped is
+        left to page faults, and so is everything once the address space is changing.
 
         Args:
             stop: Whether to give up.
@@ -286,12 +286,16 @@ class Family:
             while at < high and not stop():
                 with member.lock.reading():
                     length = min(_ZERO_STEP, high - at)
-                    if member.gone or member.map.locate(at, length) != [MovedPiece(at, at, length)]:
+                    if member.gone:
                         return
+                    if member.map.locate(at, length) != [MovedPiece(at, at, length)]:
+                        break
                     done, error = userfaultfd.zero(member.descriptor, at, length)
                 at += done
                 if error == errno.EEXIST:
                     at += PAGE
+                elif error == errno.ENOENT:  # it is not all in one mapping
+                    break
                 elif error:
                     return
 
