@@ -1,15 +1,19 @@
 #!/usr/bin/env python3
-"""Measure what a checkpoint costs a training job: PyTorch's ways to save, and icecore's snapshots
-of an unmodified job.
+"""Measure what a checkpoint costs a training job: PyTorch's ways to save, Orbax's, and icecore's
+snapshots of an unmodified job.
 
-One job at a time trains on the GPU and logs its steps; each way saves the same state to tmpfs. The
+One job at a time trains on the GPU and logs its steps; each way saves the same state to tmpfs, or
+with --bucket to a bucket: icecore has its repository there, and what the others have saved is
+uploaded by a thread of the job, to a SeaweedFS of each way's own on this machine, with its data on
+tmpfs. The way "icecore-jax" takes snapshots of the JAX job that the way "orbax" saves. The
 table gives, for each checkpoint: the training time that was lost (the time from its start until it
 is durable, minus the steps made meanwhile at their undisturbed pace), the longest step, how much
 slower the other steps are meanwhile, the time until it is durable, and its bytes. With --every,
 icecore takes snapshots at that interval, and the table gives the share of the training time that
 they cost.
 
-Needs PyTorch and, for icecore, root and CRIU. With --device cpu a small job shows that it works.
+Needs PyTorch or JAX and, for icecore, root and CRIU. With --device cpu a small job shows that it
+works.
 """
 
 from __future__ import annotations
@@ -17,14 +21,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,11 +35,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 
-from benchmarks.common import Result, progress, scratch, show, tree_bytes, write
+from benchmarks.common import Result, progress, scratch, show, write
 
 PART = "checkpoint cost"
 ICECORE = "icecore"
-WAYS = ("torch.save", "dcp", "dcp-best", ICECORE)
+WAYS = ("torch.save", "dcp", "dcp-best", ICECORE, "orbax", f"{ICECORE}-jax")
+#: Those of PyTorch's job.
+_TORCH_WAYS = WAYS[:4]
+_BUCKET = "checkpoints"
 _JOB = str(Path(__file__).with_name("checkpoint_cost_job.py"))
 _START_SECONDS = 180.0
 _SAVE_SECONDS = 300.0
@@ -139,21 +145,64 @@ class Training:
         )
 
 
-def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+@dataclass(frozen=True)
+class Setting:
+    """What all jobs have in common.
+
+    Attributes:
+        gib: Device state of each.
+        device: "cuda" or "cpu".
+        bucket: Whether checkpoints go to a bucket.
+        calm: Undisturbed seconds between two of them.
+    """
+
+    gib: float
+    device: str
+    bucket: bool
+    calm: float
+
+    def job(self, folder: str, way: str, framework: str) -> list[str]:
+        """Return the job's command."""
+        sizes = ["--gib", str(self.gib), "--device", self.device]
+        return [sys.executable, _JOB, folder, way, "--framework", framework, *sizes]
 
 
 @contextmanager
-def training(folder: Path, way: str, gib: float, device: str) -> Iterator[Training]:
+def target(folder: Path, setting: Setting) -> Iterator[tuple[str, dict[str, str]]]:
+    """A place for one way's checkpoints: "" or a bucket's URL, and the variables that lead to it."""
+    if not setting.bucket:
+        yield "", {}
+        return
+    from tests.seaweedfs import running
+
+    with running(folder / "server") as server:
+        server.make_bucket(_BUCKET)
+        plain = {"AWS_ENDPOINT_URL": server.endpoint, "AWS_ALLOW_HTTP": "true"}
+        yield f"s3://{_BUCKET}", {**server.environment(), **plain}
+
+
+@contextmanager
+def training(folder: Path, way: str, setting: Setting) -> Iterator[Training]:
     """A job that saves in ``way``, killed at the end."""
-    command = [sys.executable, _JOB, str(folder), way, "--gib", str(gib), "--device", device]
+    framework = "torch" if way in _TORCH_WAYS else "jax"
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    with ExitStack() as stack:
+        place, variables = stack.enter_context(target(folder, setting))
+        command = [*setting.job(str(folder), way, framework), "--bucket", place]
+        yield stack.enter_context(_running(folder, command, own | variables))
+
+
+@contextmanager
+def _running(
+    folder: Path, command: Sequence[str], environment: Mapping[str, str]
+) -> Iterator[Training]:
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=_environment(),
+            env=dict(environment),
             start_new_session=True,
         )
     try:
@@ -167,11 +216,11 @@ def training(folder: Path, way: str, gib: float, device: str) -> Iterator[Traini
         process.wait(60)
 
 
-def saves(way: str, gib: float, device: str, count: int, calm: float) -> list[Cost]:
+def saves(way: str, setting: Setting, count: int) -> list[Cost]:
     """Return the costs of ``count`` saves by the job itself."""
     costs = []
-    with scratch("cost") as folder, training(folder, way, gib, device) as job:
-        pace = job.settle(calm)
+    with scratch("cost") as folder, training(folder, way, setting) as job:
+        pace = job.settle(setting.calm)
         for number in range(count):
             (folder / "order.new").write_text(str(number))
             (folder / "order.new").rename(folder / "order")
@@ -184,22 +233,20 @@ def saves(way: str, gib: float, device: str, count: int, calm: float) -> list[Co
                     )
                 time.sleep(0.01)
             saved = json.loads(done.read_text())
-            path = folder / f"checkpoint-{number}"
-            stored = tree_bytes(path) if path.is_dir() else path.stat().st_size
-            costs.append(job.cost(saved["began"], saved["durable"], pace, stored))
+            costs.append(job.cost(saved["began"], saved["durable"], pace, saved["bytes"]))
             progress(f"{PART}: {way}: {costs[-1]}, pace {pace:.4f} s")
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-            pace = job.settle(calm)
+            pace = job.settle(setting.calm)
     return costs
 
 
 class Icecore:
     """The command line, with a repository and a state directory of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, repository: str, variables: Mapping[str, str]) -> None:
         self.environment = {
             **os.environ,
-            "ICECORE_REPOSITORY": str(folder / "repository"),
+            **variables,
+            "ICECORE_REPOSITORY": repository or str(folder / "repository"),
             "ICECORE_STATE": str(folder / "state"),
         }
 
@@ -220,62 +267,50 @@ class Icecore:
 
 
 def snapshots(
-    gib: float, device: str, count: int, calm: float, every: float, during: float
+    way: str, setting: Setting, count: int, every: float, during: float
 ) -> tuple[list[Cost], float | None]:
     """Return the costs of ``count`` snapshots, and the share of training time that one each
     ``every`` seconds costs.
     """
+    framework = "torch" if way in _TORCH_WAYS else "jax"
     # A GPU job has a private root, with a /dev/shm of its own: it logs its steps elsewhere.
     with (
         scratch("cost") as folder,
         tempfile.TemporaryDirectory(prefix="icecore-bench-cost-") as visible,
+        target(folder, setting) as (repository, variables),
     ):
-        icecore = Icecore(folder)
+        icecore = Icecore(folder, repository and f"{repository}/repository", variables)
         icecore("init")
         job = Training(Path(visible))
-        words = ["--gpu"] if device == "cuda" else []
-        icecore(
-            "run",
-            "-d",
-            "-q",
-            *words,
-            "--name",
-            "train",
-            "--",
-            sys.executable,
-            _JOB,
-            visible,
-            "none",
-            "--gib",
-            str(gib),
-            "--device",
-            device,
-        )
+        gpu = ["--gpu"] if setting.device == "cuda" else []
+        command = setting.job(visible, "none", framework)
+        icecore("run", "-d", "-q", *gpu, "--name", "train", "--", *command)
         try:
-            pace = job.settle(calm)
+            pace = job.settle(setting.calm)
             costs = []
             for _ in range(count):
-                costs.append(_snapshot(icecore, job, pace, folder))
-                pace = job.settle(calm)
+                costs.append(_snapshot(way, icecore, job, pace))
+                pace = job.settle(setting.calm)
             if not every:
                 return costs, None
-            return costs, _periodic(icecore, job, pace, folder, every, during)
+            return costs, _periodic(way, icecore, job, pace, every, during)
         finally:
             icecore("kill", "train", "-s", "KILL")
 
 
-def _snapshot(icecore: Icecore, job: Training, pace: float, folder: Path) -> Cost:
-    before = tree_bytes(folder / "repository")
+def _snapshot(way: str, icecore: Icecore, job: Training, pace: float) -> Cost:
     began = time.monotonic_ns()
-    said = icecore("dump", "-q", "train")
+    said = icecore("--json", "dump", "train")
     durable = time.monotonic_ns()
-    cost = job.cost(began, durable, pace, tree_bytes(folder / "repository") - before)
-    progress(f"{PART}: {ICECORE}: {cost}, pace {pace:.4f} s; {said.strip()}")
+    events = [json.loads(line) for line in said.splitlines()]
+    (done,) = [event for event in events if event.get("event") == "dump.done"]
+    cost = job.cost(began, durable, pace, done["stored"])
+    progress(f"{PART}: {way}: {cost}, pace {pace:.4f} s, window {done['window_seconds']:.3f} s")
     return cost
 
 
 def _periodic(
-    icecore: Icecore, job: Training, pace: float, folder: Path, every: float, during: float
+    way: str, icecore: Icecore, job: Training, pace: float, every: float, during: float
 ) -> float:
     """Take snapshots for so many seconds, and keep the newest two; return the share of training
     time that was lost.
@@ -283,7 +318,7 @@ def _periodic(
     began = time.monotonic_ns()
     end = time.monotonic() + during
     while (due := time.monotonic()) < end:
-        _snapshot(icecore, job, pace, folder)
+        _snapshot(way, icecore, job, pace)
         icecore("forget", "--keep-last", "2", "--gc")
         time.sleep(max(0.0, min(due + every, end) - time.monotonic()))
     ended = time.monotonic_ns()
@@ -303,7 +338,7 @@ def results(
             if not chosen:
                 continue
             note = f"{statistics.median(cost.stored for cost in chosen) / 1e9:.1f} GB"
-            ours = way == ICECORE
+            ours = way.startswith(ICECORE)
             for what, values, target, unit in (
                 ("lost training time", [cost.lost for cost in chosen], 0.7 if ours else None, "s"),
                 ("longest step", [cost.longest for cost in chosen], None, "s"),
@@ -336,16 +371,17 @@ def results(
                 unit="%",
             )
         )
-    ours = found.get(ICECORE, [])[1:]
     for way, costs in found.items():
-        if ours and way != ICECORE and costs[1:]:
+        own = ICECORE if way in _TORCH_WAYS else f"{ICECORE}-jax"
+        ours = found.get(own, [])[1:]
+        if ours and way != own and costs[1:]:
             ratio = statistics.median(cost.lost for cost in costs[1:]) / max(
                 1e-9, statistics.median(cost.lost for cost in ours)
             )
             out.append(
                 Result(
                     PART,
-                    f"{where}: lost training time, {way} / {ICECORE}",
+                    f"{where}: lost training time, {way} / {own}",
                     (ratio,),
                     None,
                     "higher",
@@ -363,8 +399,11 @@ def main(words: Sequence[str] | None = None) -> None:
         "--gib", type=float, default=20.0, help="device state of the job (default: %(default)g)"
     )
     parser.add_argument(
-        "--ways", default=",".join(WAYS), help="some of them, by commas (default: %(default)s)"
+        "--ways",
+        default=",".join(_TORCH_WAYS),
+        help=f"some of {', '.join(WAYS)}, by commas (default: %(default)s)",
     )
+    parser.add_argument("--bucket", action="store_true", help="save to a bucket")
     parser.add_argument(
         "--count", type=int, default=3, help="checkpoints of each way (default: %(default)s)"
     )
@@ -386,24 +425,21 @@ def main(words: Sequence[str] | None = None) -> None:
     ways = options.ways.split(",")
     if unknown := set(ways) - set(WAYS):
         parser.error(f"no such way: {', '.join(sorted(unknown))}")
+    setting = Setting(options.gib, options.device, options.bucket, options.calm)
     found: dict[str, list[Cost]] = {}
     share = None
     for way in ways:
         try:
-            if way == ICECORE:
+            if way.startswith(ICECORE):
                 found[way], share = snapshots(
-                    options.gib,
-                    options.device,
-                    options.count,
-                    options.calm,
-                    options.every,
-                    options.during,
+                    way, setting, options.count, options.every, options.during
                 )
             else:
-                found[way] = saves(way, options.gib, options.device, options.count, options.calm)
+                found[way] = saves(way, setting, options.count)
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             progress(f"{PART}: {way} failed: {error}")
-    table = results(found, share, f"{options.gib:g} GiB", options.every)
+    where = f"{options.gib:g} GiB" + (", bucket" if options.bucket else "")
+    table = results(found, share, where, options.every)
     show(table, Console(width=160))
     if options.save:
         write(table, options.save)
