@@ -1,19 +1,21 @@
 #!/usr/bin/env python3
-"""Measure what a checkpoint costs a training job: PyTorch's ways to save, Orbax's, and icecore's
+"""Measure what a checkpoint costs a training job: PyTorch's ways to save, Orbax, and icecore's
 snapshots of an unmodified job.
 
-One job at a time trains on the GPU and logs its steps; each way saves the same state to tmpfs, or
-with --bucket to a bucket: icecore has its repository there, and what the others have saved is
-uploaded by a thread of the job, to a SeaweedFS of each way's own on this machine, with its data on
-tmpfs. The way "icecore-jax" takes snapshots of the JAX job that the way "orbax" saves. The
-table gives, for each checkpoint: the training time that was lost (the time from its start until it
-is durable, minus the steps made meanwhile at their undisturbed pace), the longest step, how much
+One job at a time trains on the GPU and logs its steps. Each way saves the job's state to tmpfs, or
+with --bucket to a bucket. icecore then has its repository in the bucket; with the other ways, a
+thread of the job uploads each checkpoint. Each way has its own SeaweedFS server on this machine,
+with its data on tmpfs. The way "icecore-jax" takes snapshots of the JAX job that the way "orbax"
+saves.
+
+The table gives, for each checkpoint: the training time that was lost (the time from its start until
+it is durable, minus the steps made meanwhile at their undisturbed pace), the longest step, how much
 slower the other steps are meanwhile, the time until it is durable, and its bytes. With --every,
 icecore takes snapshots at that interval, and the table gives the share of the training time that
 they cost.
 
-Needs PyTorch or JAX and, for icecore, root and CRIU. With --device cpu a small job shows that it
-works.
+Requires PyTorch, or JAX and Orbax, for the ways that use them, and root and CRIU for icecore. With
+--device cpu, a small job shows that the benchmark works.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +42,7 @@ from benchmarks.common import Result, progress, scratch, show, write
 PART = "checkpoint cost"
 ICECORE = "icecore"
 WAYS = ("torch.save", "dcp", "dcp-best", ICECORE, "orbax", f"{ICECORE}-jax")
-#: Those of PyTorch's job.
+#: The ways that use the PyTorch job.
 _TORCH_WAYS = WAYS[:4]
 _BUCKET = "checkpoints"
 _JOB = str(Path(__file__).with_name("checkpoint_cost_job.py"))
@@ -150,10 +152,10 @@ class Setting:
     """What all jobs have in common.
 
     Attributes:
-        gib: Device state of each.
+        gib: Device state of each job, in GiB.
         device: "cuda" or "cpu".
         bucket: Whether checkpoints go to a bucket.
-        calm: Undisturbed seconds between two of them.
+        calm: Undisturbed seconds between two checkpoints.
     """
 
     gib: float
@@ -169,7 +171,9 @@ class Setting:
 
 @contextmanager
 def target(folder: Path, setting: Setting) -> Iterator[tuple[str, dict[str, str]]]:
-    """A place for one way's checkpoints: "" or a bucket's URL, and the variables that lead to it."""
+    """Provide a place for one way's checkpoints: a bucket's URL and the environment variables for
+    access to it; "" and none without a bucket.
+    """
     if not setting.bucket:
         yield "", {}
         return
@@ -233,6 +237,8 @@ def saves(way: str, setting: Setting, count: int) -> list[Cost]:
                     )
                 time.sleep(0.01)
             saved = json.loads(done.read_text())
+            if "error" in saved:
+                raise RuntimeError(f"{way}: save {number}: {saved['error']}")
             costs.append(job.cost(saved["began"], saved["durable"], pace, saved["bytes"]))
             progress(f"{PART}: {way}: {costs[-1]}, pace {pace:.4f} s")
             pace = job.settle(setting.calm)
@@ -295,7 +301,8 @@ def snapshots(
                 return costs, None
             return costs, _periodic(way, icecore, job, pace, every, during)
         finally:
-            icecore("kill", "train", "-s", "KILL")
+            with suppress(RuntimeError):  # it may have ended
+                icecore("kill", "train", "-s", "KILL")
 
 
 def _snapshot(way: str, icecore: Icecore, job: Training, pace: float) -> Cost:
@@ -327,7 +334,7 @@ def _periodic(
 
 
 def results(
-    found: dict[str, list[Cost]], share: float | None, where: str, every: float
+    found: dict[str, list[Cost]], shares: Mapping[str, float], where: str, every: float
 ) -> list[Result]:
     """Return the table: medians over the checkpoints of each way; the first of each is separate,
     because it warms what the others reuse.
@@ -361,11 +368,11 @@ def results(
                             note=note,
                         )
                     )
-    if share is not None:
+    for way, share in shares.items():
         out.append(
             Result(
                 PART,
-                f"{where}, {ICECORE}, a snapshot each {every:g} s: training time lost",
+                f"{where}, {way}, a snapshot each {every:g} s: training time lost",
                 (100 * share,),
                 None,
                 unit="%",
@@ -401,9 +408,9 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--ways",
         default=",".join(_TORCH_WAYS),
-        help=f"some of {', '.join(WAYS)}, by commas (default: %(default)s)",
+        help=f"comma-separated list of {', '.join(WAYS)} (default: %(default)s)",
     )
-    parser.add_argument("--bucket", action="store_true", help="save to a bucket")
+    parser.add_argument("--bucket", action="store_true", help="store the checkpoints in a bucket")
     parser.add_argument(
         "--count", type=int, default=3, help="checkpoints of each way (default: %(default)s)"
     )
@@ -427,19 +434,21 @@ def main(words: Sequence[str] | None = None) -> None:
         parser.error(f"no such way: {', '.join(sorted(unknown))}")
     setting = Setting(options.gib, options.device, options.bucket, options.calm)
     found: dict[str, list[Cost]] = {}
-    share = None
+    shares: dict[str, float] = {}
     for way in ways:
         try:
             if way.startswith(ICECORE):
                 found[way], share = snapshots(
                     way, setting, options.count, options.every, options.during
                 )
+                if share is not None:
+                    shares[way] = share
             else:
                 found[way] = saves(way, setting, options.count)
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             progress(f"{PART}: {way} failed: {error}")
     where = f"{options.gib:g} GiB" + (", bucket" if options.bucket else "")
-    table = results(found, share, where, options.every)
+    table = results(found, shares, where, options.every)
     show(table, Console(width=160))
     if options.save:
         write(table, options.save)

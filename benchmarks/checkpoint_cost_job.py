@@ -7,7 +7,7 @@ Usage: checkpoint_cost_job.py FOLDER WAY [--framework torch|jax] [--gib GIB] [--
 It appends to FOLDER/steps one line "BEGIN END" (nanoseconds of CLOCK_MONOTONIC) for each step. When
 FOLDER/order holds a new number, it saves model and optimizer to FOLDER/checkpoint-NUMBER after the
 step, and writes FOLDER/saved-NUMBER: the times at which the save began and became durable, and its
-bytes. With --bucket, a thread then uploads what was saved, and it is durable once it is there. A job
+bytes. With --bucket, a thread then uploads the checkpoint, which is durable after the upload. A job
 whose WAY is "none" saves nothing, and does not know that its snapshots are taken.
 """
 
@@ -19,7 +19,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,7 +30,7 @@ _BATCH = 256
 #: The parameters, their gradients, and the two moments of AdamW.
 _COPIES = 4
 _RATE = 1e-5
-#: Files that are uploaded at once, and parts of each.
+#: Files that are uploaded at the same time.
 _UPLOADS = 4
 
 
@@ -38,7 +38,7 @@ class Model(Protocol):
     """A model in training."""
 
     def step(self) -> None:
-        """Change all of its state, and wait until that is done."""
+        """Take one step, which changes all of the state, and wait for it."""
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint contains."""
@@ -63,7 +63,7 @@ class TorchModel:
         parameters = self._model.parameters()
         self._optimizer = torch.optim.AdamW(parameters, lr=_RATE, fused=device == "cuda")
         self._batch: Callable[[], Any] = lambda: torch.randn(_BATCH, width, device=device)
-        #: Set while the state must not change: until the result is there.
+        #: A save that still reads the state: the state must not change before its result is there.
         self.staged: Future[Any] | None = None
 
     def step(self) -> None:
@@ -83,7 +83,7 @@ class TorchModel:
 
 
 class JaxModel:
-    """The same in JAX."""
+    """Linear layers of the same number and size in JAX, without biases, with Adam."""
 
     def __init__(self, layers: int, width: int, device: str) -> None:
         import jax
@@ -167,22 +167,33 @@ class Saver:
 
     def save(self, number: str) -> None:
         """Start a save; where the way is asynchronous, return before it is done."""
-        for thread in self._saving:  # one save at a time is what all ways are made for
+        for thread in self._saving:  # no way is made for two saves at the same time
             thread.join()
         began = time.monotonic_ns()
         path = self._folder / f"checkpoint-{number}"
         wait = self._begin(path)
 
         def finish() -> None:
-            wait()
-            self._upload(path)
-            self._durable(number, path, began)
+            about: dict[str, object] = {"began": began}
+            try:
+                wait()
+                files = list(path.rglob("*")) if path.is_dir() else [path]
+                saved = [one for one in files if one.is_file()]
+                self._upload(saved)
+                about["durable"] = time.monotonic_ns()
+                about["bytes"] = sum(one.stat().st_size for one in saved)
+                self._remove(path, saved)
+            except Exception as error:  # noqa: BLE001 - the benchmark reports it
+                about["error"] = f"{type(error).__name__}: {error}"
+            done = self._folder / f"saved-{number}"
+            done.with_suffix(".part").write_text(json.dumps(about))
+            done.with_suffix(".part").rename(done)
 
         self._saving = [threading.Thread(target=finish, daemon=True)]
         self._saving[0].start()
 
     def _begin(self, path: Path) -> Callable[[], Any]:
-        """Save; return what waits until all is on disk."""
+        """Start a save, and return a function that waits until all of it is stored in ``path``."""
         if self._way == "orbax":
             self._orbax.save(path, self._model.state())
             wait: Callable[[], Any] = self._orbax.wait_until_finished
@@ -215,29 +226,25 @@ class Saver:
         self._model.staged = response.staging_completion
         return response.upload_completion.result
 
-    def _upload(self, path: Path) -> None:
+    def _key(self, file: Path) -> str:
+        return str(file.relative_to(self._folder))
+
+    def _upload(self, files: Sequence[Path]) -> None:
         if not self._bucket:
             return
         import obstore
 
-        store = obstore.store.from_url(f"{self._bucket}/{path.name}")
-        files = [one for one in path.rglob("*") if one.is_file()] if path.is_dir() else [path]
+        store = obstore.store.from_url(self._bucket)
         with ThreadPoolExecutor(_UPLOADS) as pool:
-            list(
-                pool.map(
-                    lambda one: obstore.put(store, str(one.relative_to(path.parent)), one), files
-                )
-            )
+            list(pool.map(lambda file: obstore.put(store, self._key(file), file), files))
 
-    def _durable(self, number: str, path: Path, began: int) -> None:
-        durable = time.monotonic_ns()
-        files = path.rglob("*") if path.is_dir() else [path]
-        size = sum(one.stat().st_size for one in files if one.is_file())
+    def _remove(self, path: Path, files: Sequence[Path]) -> None:
+        """Remove a checkpoint, so that all have the same room."""
+        if self._bucket:
+            import obstore
+
+            obstore.delete(obstore.store.from_url(self._bucket), [self._key(one) for one in files])
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-        done = self._folder / f"saved-{number}"
-        about = {"began": began, "durable": durable, "bytes": size}
-        done.with_suffix(".part").write_text(json.dumps(about))
-        done.with_suffix(".part").rename(done)
 
 
 def train(options: argparse.Namespace) -> None:
@@ -270,7 +277,7 @@ def main() -> None:
         "--gib", type=float, default=20.0, help="device state: parameters, gradients, and moments"
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--bucket", default="", help="where to upload what was saved")
+    parser.add_argument("--bucket", default="", help="URL under which checkpoints are uploaded")
     train(parser.parse_args())
 
 

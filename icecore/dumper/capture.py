@@ -200,7 +200,7 @@ class Capture:
         return captured
 
     def _complete(self, images: ImageSet, pids: Mapping[int, int], early: Early | None) -> ImageSet:
-        """Add the pages that CRIU was kept from seeing to its page maps."""
+        """Add to CRIU's page maps the pages that were hidden from CRIU."""
         hidden = read_hidden(self._images / HIDDEN_FILE)
         if unknown := hidden.keys() - pids.keys():
             raise DumpFailed(

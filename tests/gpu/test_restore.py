@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -39,6 +39,7 @@ from icecore.restorer.gpu import devices
 from icecore.restorer.guard.guard_process import descendants
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.phases import resources
+from icecore.restorer.place.members import Family
 from icecore.restorer.restore import check, restore
 from icecore.restorer.restored import Restored
 from icecore.store.backend.faulty import Call, FaultyBackend, Outcome
@@ -460,9 +461,18 @@ def test_a_mapping_with_few_bytes_is_placed(
     snapshot = store.dump(target.pid, DumpOptions(stop=True)).snapshot
     target.reap()
     monkeypatch.setattr(images, "SPARE", -0.9)
+    ahead: list[int] = []
+    place_zeros = Family.place_zeros
+
+    def spy(family: Family, start: int, end: int, stop: Callable[[], bool]) -> None:
+        ahead.append(end - start)
+        place_zeros(family, start, end, stop)
+
+    monkeypatch.setattr(Family, "place_zeros", spy)
     events = Events()
     bring_back(store, snapshot, events, placers=2)
     goes_on(target)
+    assert sum(ahead) == 2 * MIBS << 20  # the driver reads all of it
     ended = events.named("restore.memory")[-1].fields
     assert (
         not events.named("restore.gpu.memory")

@@ -24,7 +24,7 @@ RUN = np.dtype([("address", "<u8"), ("length", "<u8")])
 EXTENT = np.dtype([("address", "<u8"), ("pages", "<u8")])
 
 _NODE_BYTES = NODE_CELLS * CELL_BYTES
-#: u8[4, 257]: the words of the bitmap of a cell whose first k pages are present, by k.
+#: u8[4, 257]: column k holds the words of the bitmap of a cell whose first k pages are present.
 _FIRST_PAGES = np.ascontiguousarray(
     np.packbits(np.tri(CELL_PAGES + 1, CELL_PAGES, -1, np.bool_), axis=1, bitorder="little")
     .view("<u8")
@@ -177,8 +177,8 @@ def plan_cells(regions: Sequence[Region], extents: npt.NDArray[np.void]) -> Cell
 def _bitmaps(
     head: npt.NDArray[np.intp], low: npt.NDArray[np.int64], high: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.uint8]:
-    """Return the page bitmaps of cells, u1[n, 32], from their page runs [low, high). ``head`` is the
-    first run of each cell, ascending; every cell has a run.
+    """Return the page bitmaps of cells, u1[n, 32], from their page runs [low, high). ``head`` holds
+    the index of each cell's first run, ascending; every cell has a run.
     """
     out = np.empty((len(head), _FIRST_PAGES.shape[0]), _FIRST_PAGES.dtype)
     for number, first in enumerate(_FIRST_PAGES):

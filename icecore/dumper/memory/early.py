@@ -69,7 +69,7 @@ _T = TypeVar("_T")
 _POLL_SECONDS = 0.001
 #: Least private memory of a process for which the early scan pays off.
 _LEAST_BYTES = 8 << 20
-#: Shared memory of fewer bytes is read by one thread.
+#: A shared memory object or file of fewer bytes is read by one thread.
 _SMALL_BYTES = 32 << 20
 #: Threads that copy mappings for CRIU.
 _COPIERS = 2
@@ -147,7 +147,7 @@ class _Own:
 
 
 class _SharedObject(NamedTuple):
-    """Shared memory, or a file, to read."""
+    """A shared memory object, or a file, to read."""
 
     memory: SharedMemory
     key: str
@@ -223,12 +223,14 @@ class EarlyScan:
         self._thread.join()
 
     def criu_is_done(self) -> None:
-        """Let the scan end what it has begun. Meanwhile, read where the kernel may have written."""
+        """Keep the scan from beginning anything new. While it finishes the rest, read where the
+        rseq areas are. Call it once CRIU is done.
+        """
         self._over.set()
         self._rseq.look()
 
     def finish(self) -> Early | None:
-        """Wait until the scan ends, after `criu_is_done`.
+        """Wait until the scan ends. Call `criu_is_done` first.
 
         Returns:
             What was read; None: nothing that counts.
@@ -236,6 +238,7 @@ class EarlyScan:
         Raises:
             Whatever prevents the snapshot.
         """
+        self._over.set()
         self._thread.join()
         if self._failure is not None:
             raise self._failure
@@ -338,7 +341,8 @@ class EarlyScan:
     def _observe(self, ahead: Future[Ahead] | None) -> Standing:
         known = ahead.result() if ahead is not None else None
         standing = observe(self._root, self._maps, self._context.stop, known)
-        self._rseq.look()
+        if not self._over.is_set():  # else `criu_is_done` reads them
+            self._rseq.look()
         return standing
 
     def _scan(
@@ -379,15 +383,17 @@ class EarlyScan:
                 running.bytes += scanned.plan.bytes
                 saved += elsewhere
             if not read.rings:
-                # Not at the same time: what both contain is stored once, as a change of the parent's.
+                # Not beside private memory: of content in both, perhaps only one has a parent against
+                # which it can be stored as a delta. Private memory is more likely to have it.
                 running.bytes += self._scan_shared(memories, len(alive), read)
             running.fields["shared"] = saved
 
     def _scan_shared(self, memories: Sequence[SharedMemory], first: int, read: _Read) -> int:
-        """Read shared memory, and add it to ``read``; small objects all at once, by a thread each.
+        """Read shared memory, and add it to ``read``. Small objects are read at the same time, each
+        by one thread.
 
         Args:
-            first: The stream of the first object of each memory; the next ones follow.
+            first: Stream number of the first object of each of ``memories``; the others follow.
 
         Returns:
             Bytes read.
@@ -409,6 +415,8 @@ class EarlyScan:
             return scanned.plan.bytes
 
         done = 0
+        if len(small) < 2:
+            large, small = [*small, *large], []
         if small:
             with ThreadPoolExecutor(min(self._context.threads, len(small)), "shared") as pool:
                 done += sum(pool.map(lambda one: scan(one, 1), small))

@@ -224,7 +224,7 @@ class SharedMemory:
         context: ScanContext,
         threads: int,
     ) -> Scanned:
-        """Scan an object whose processes stand still, with so many threads."""
+        """Scan an object whose processes stand still, with ``threads`` threads."""
         known = self.known(key, parent)
         before = parent.space(self.kind, key) if parent else None
         regions = inherit_origins(

@@ -113,7 +113,7 @@ def freeze(request: Request, accepted: Accepted, ready: Ready, running: Phase) -
         window.freeze()
         running.fields["freeze_seconds"] = time.monotonic() - window.started
         early.criu_is_done()
-        images = read_images(ready.images)  # while the scan reads on
+        images = read_images(ready.images)  # while the scan still reads
         return Frozen(ends, _device(ready), images, early.finish())
 
 

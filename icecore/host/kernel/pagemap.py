@@ -43,12 +43,12 @@ PAGE_RUN = np.dtype([("start", "<u8"), ("end", "<u8"), ("categories", "<u8")])
 Wanted = tuple[int, int, int]
 
 _PAGEMAP_SCAN = 0xC0606610
-#: Least bytes of a piece that one thread walks, and into about how many pieces the small ranges, and
-#: the large ones, are divided at most.
+#: Least bytes of a piece, and about the most pieces into which all small ranges, and all large
+#: ones, are divided.
 _PIECE, _PIECES = 16 << 20, 512
 #: A range of more bytes counts as large.
 _RESERVED = 8 << 30
-#: Resident bytes of a process for each thread: with fewer, starting the thread takes longer.
+#: Resident bytes for each thread: with fewer, starting the thread takes longer than it saves.
 _SHARE = 128 << 20
 _BATCH = 1 << 16  # entries a read (512 KiB) or regions a scan
 
@@ -283,7 +283,9 @@ def contents_of(
             return _joined(pagemap._contents(wanted))
         with ThreadPoolExecutor(len(shares), thread_name_prefix="pages") as pool:
             found = np.concatenate(list(pool.map(pagemap._contents, shares)))
-    return _joined(found[np.argsort(found["start"])])
+    order = np.argsort(found["start"])
+    # As one field, because records are gathered field by field.
+    return _joined(np.take(found.view(f"V{PAGE_RUN.itemsize}"), order).view(PAGE_RUN))
 
 
 def _wanted(ranges: Iterable[tuple[int, int]], anonymous: Collection[int]) -> list[Wanted]:
@@ -296,21 +298,21 @@ def _wanted(ranges: Iterable[tuple[int, int]], anonymous: Collection[int]) -> li
 def _shares(ranges: Sequence[Wanted], count: int) -> list[list[Wanted]]:
     """Divide ranges into ``count`` shares that take about the same time, each ascending.
 
-    They are cut into small pieces, which are dealt out in turn. Pages lie close together in some
-    ranges, and large ranges are mostly reserved addresses (CUDA reserves as many as machine and GPUs
-    have memory), whose walk takes no time. So large ranges get larger pieces.
+    The ranges are cut into pieces, which are dealt out in turn. The pieces are small, because the
+    pages of some ranges lie close together. Large ranges get larger pieces: they are mostly
+    reserved addresses, which take almost no time to walk. (CUDA reserves as many addresses as the
+    machine and the GPUs have memory.)
     """
     if count < 2:
         return [list(ranges)]
-    large = sum(end - start for start, end, _ in ranges if end - start > _RESERVED)
-    small = sum(end - start for start, end, _ in ranges) - large
-    steps = [max(_PIECE, size // _PIECES // PAGE * PAGE) for size in (small, large)]
-    pieces = [
-        (first, min(end, first + step), excluded)
-        for start, end, excluded in ranges
-        for step in (steps[end - start > _RESERVED],)
-        for first in range(start, end, step)
-    ]
+    sizes = [end - start for start, end, _ in ranges]
+    small = sum(size for size in sizes if size <= _RESERVED)
+    large = sum(size > _RESERVED for size in sizes)
+    pieces = []
+    for (start, end, excluded), size in zip(ranges, sizes, strict=True):
+        part = small // _PIECES if size <= _RESERVED else size // max(1, _PIECES // large)
+        step = max(_PIECE, part // PAGE * PAGE)
+        pieces += [(first, min(end, first + step), excluded) for first in range(start, end, step)]
     return [share for number in range(count) if (share := pieces[number::count])]
 
 

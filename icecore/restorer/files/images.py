@@ -88,8 +88,8 @@ class LazyMemory:
         wanted: u1[n, 32], those pages.
         wiped: Ranges (start, end) that a forked child finds empty (MADV_WIPEONFORK).
         device: bool[n], which cells are device memory.
-        driver: Ranges (start, end) of device memory, in address order. The driver reads all of
-            them, also where there are no such pages.
+        driver: Ranges (start, end) of device memory that do not come from a file, in address order.
+            The driver reads all of them, also where there are no pages to place.
         filed: Ranges (start, end) that come from a file (`FiledMemory`).
     """
 

@@ -86,13 +86,15 @@ class TreeFill(CellSink):
             self._family_of.extend([len(self._families)] * len(family))
             self._families.append(family)
         self._rows = [(self._first[family.process], len(family)) for family in self._families]
-        #: Device memory that comes through userfaultfd: which process's, and where.
-        self._driver = [
-            (family, start, end)
+        #: Place zero pages: a thread for each process with device memory that comes through
+        #: userfaultfd.
+        self._zeros = [
+            threading.Thread(
+                target=self._place_zeros, args=(family, part.driver), name="zeros", daemon=True
+            )
             for part, family in zip(memory, self._families, strict=True)
-            for start, end in part.driver
+            if part.driver
         ]
-        self._zeros = threading.Thread(target=self._place_zeros, name="zeros", daemon=True)
         self._over = threading.Event()
         #: A byte for each cell: whether it is device memory.
         self._device = b"".join(part.device.tobytes() for part in memory)
@@ -170,8 +172,8 @@ class TreeFill(CellSink):
 
     def stop(self) -> None:
         """End all threads and placers of a tree that is dead or complete."""
-        self._end_zeros()
         self.kill_placers()
+        self._end_zeros()
         self._fetcher.stop()
         if self._placers is not None:
             with suppress(RestoreFailed):
@@ -194,24 +196,25 @@ class TreeFill(CellSink):
         if self._device_file is not None:
             self._device_file.attach(self._member, self._failed)
 
-    def place_zeros(self) -> None:
-        """Start to place zero pages where device memory has none to be placed: the driver, which
-        CRIU lets run next, reads all of it, and would wait in a page fault for every few of them.
+    def start_zeros(self) -> None:
+        """Start to place zero pages where device memory has no pages to place. The driver, which runs
+        next, reads all of this memory. Each page fault makes it wait, and fills only a few pages.
         """
-        if self._driver:
-            self._zeros.start()
+        for thread in self._zeros:
+            thread.start()
 
-    def _place_zeros(self) -> None:
+    def _place_zeros(self, family: Family, ranges: Sequence[tuple[int, int]]) -> None:
         try:
-            for family, start, end in self._driver:
+            for start, end in ranges:
                 family.place_zeros(start, end, self._over.is_set)
         except Exception as error:  # noqa: BLE001 - as the restore's other threads
             self._failed(error)
 
     def _end_zeros(self) -> None:
         self._over.set()
-        if self._zeros.ident is not None:
-            self._zeros.join()
+        for thread in self._zeros:
+            if thread.ident is not None:
+                thread.join()
 
     def check_device_file(self, pids: Iterable[int]) -> None:
         """Check that the driver has unmapped the file, before anything of the tree runs.

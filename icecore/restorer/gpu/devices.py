@@ -101,7 +101,7 @@ class Devices:
                 f"GPU processes {missing} of the snapshot are missing after CRIU restored it"
             )
         fill.attach_device_file()
-        fill.place_zeros()
+        fill.start_zeros()
         failed: list[BaseException] = []
         lost: list[int] = []
 

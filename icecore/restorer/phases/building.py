@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,10 +61,14 @@ def build_tree(
     if plan.manifest.namespaces.network == "host":
         remove_leftovers(plan.manifest.requirements.ports)
     word, placers = str(workspace.work), resources.placers
-    if resources.memory.filed and not prepared.memory.filed and placers is None:
-        # It does not come through a file.
-        size = resources.memory.size
-        placers = own_placers(attempt, undo, plan, size, word, word, driver=True)
+    if resources.memory.filed and not prepared.memory.filed:
+        # Device memory does not come through a file after all.
+        if resources.file_placers is not None:
+            with suppress(RestoreFailed):  # they have done nothing
+                resources.file_placers.close()
+        if placers is None:
+            size = resources.memory.size
+            placers = own_placers(attempt, undo, plan, size, word, word, driver=True)
     device_file = prepared.device_file.file if prepared.device_file is not None else None
     undo.tree = tree = Tree(
         f"the restore of snapshot {attempt.snapshot}",

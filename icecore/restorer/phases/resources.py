@@ -29,7 +29,8 @@ from icecore.restorer.place.placing import PLACER_BYTES
 from icecore.restorer.plan.memory import room_for
 from icecore.store.format.contract import read_gpus, read_resident, resident_bytes
 
-#: With fewer bytes of device memory, a file and what fills it take longer than userfaultfd.
+#: Least bytes of device memory that come through a file: with fewer, the file takes longer than
+#: userfaultfd.
 _LEAST_FILED = 64 << 20
 
 
@@ -223,7 +224,7 @@ def own_placers(
     Args:
         word: Shows in their command line.
         lock: Directory for the lock that they share with this process; empty: they need none.
-        driver, file: As for `placers_for`.
+        driver, file: See `placers_for`.
     """
     placers = _placers(attempt, plan, size, word, lock, driver=driver, file=file)
     if placers is not None:

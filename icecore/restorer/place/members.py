@@ -29,8 +29,8 @@ from icecore.store.format.cell import CELL, Bytes
 
 #: Most bytes that one fault on absent memory fills with zero pages.
 ZERO_BYTES = 64 * PAGE
-#: Bytes of zero pages that are placed in advance with one call, and of memory in which their places
-#: are looked up at once.
+#: Most bytes of zero pages that one call places ahead, and of memory that one lookup of gaps
+#: covers.
 _ZERO_STEP, _ZERO_SPAN = 8 << 20, 1 << 30
 _PAUSE = 0.0002
 _LONGEST_PAUSE = 0.01
@@ -254,7 +254,7 @@ class Family:
         return length
 
     def gaps(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Return where there is no page to place between two original addresses, (start, end)."""
+        """Return the ranges (start, end) without a page to place between two original addresses."""
         rows = self.rows_in(start, end)
         base = np.array(self._base[rows.start : rows.stop], np.int64)
         bits = np.frombuffer(
@@ -272,32 +272,50 @@ class Family:
     # -- placing
 
     def place_zeros(self, start: int, end: int, stop: Callable[[], bool]) -> None:
-        """Give the restored process zero pages where there is no page to place between two original
-        addresses, which spares it the page faults. A gap in which memory has been moved or dropped is
-        left to page faults, and so is everything once the address space is changing.
+        """Place zero pages in the restored process where there is no page to place between two
+        original addresses. The process then causes no page faults there.
+
+        Page faults remain where memory has been moved or dropped. They also remain from where this
+        call finds the address space changing up to ``end``.
 
         Args:
             stop: Whether to give up.
         """
-        (member, *_) = self.members
-        spans = ((at, min(end, at + _ZERO_SPAN)) for at in range(start, end, _ZERO_SPAN))
-        for low, high in (gap for span in spans for gap in self.gaps(*span)):
-            at = low
-            while at < high and not stop():
-                with member.lock.reading():
-                    length = min(_ZERO_STEP, high - at)
-                    if member.gone:
-                        return
-                    if member.map.locate(at, length) != [MovedPiece(at, at, length)]:
-                        break
-                    done, error = userfaultfd.zero(member.descriptor, at, length)
-                at += done
-                if error == errno.EEXIST:
-                    at += PAGE
-                elif error == errno.ENOENT:  # it is not all in one mapping
-                    break
-                elif error:
+        if not self.members:
+            return
+        member = self.members[0]
+        for first in range(start, end, _ZERO_SPAN):
+            if stop():
+                return
+            for low, high in self.gaps(first, min(end, first + _ZERO_SPAN)):
+                if not self._place_zeros(member, low, high, stop):
                     return
+
+    def _place_zeros(self, member: Member, at: int, end: int, stop: Callable[[], bool]) -> bool:
+        """Place zero pages in a gap. Return False to give up."""
+        step, skip = _ZERO_STEP, PAGE
+        while at < end:
+            if stop():
+                return False
+            with member.lock.reading():
+                length = min(step, end - at)
+                if member.gone:
+                    return False
+                if member.map.locate(at, length) != [MovedPiece(at, at, length)]:
+                    return True
+                done, error = userfaultfd.zero(member.descriptor, at, length)
+            at += done
+            if error == 0:
+                step, skip = _ZERO_STEP, PAGE
+            elif error == errno.EEXIST:  # a page fault brought some pages
+                at, skip = at + skip, min(2 * skip, ZERO_BYTES)
+            elif error == errno.ENOENT:  # the range is not in one mapping
+                if length == PAGE:
+                    return True
+                step = length // 2 // PAGE * PAGE
+            elif error != errno.EAGAIN or not done:  # else something stopped it there: ask again
+                return False
+        return True
 
     def fill(self, row: int, source: int, placing: Placing = _HERE) -> None:
         """Place one cell in all members that miss it, also in those that are forked meanwhile.

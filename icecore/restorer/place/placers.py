@@ -45,10 +45,11 @@ _BYTES = 32 << 20
 _LEAST_CORES = 5
 _LEAST_BYTES = 512 << 20
 _MOST = 16
-#: While the driver restores device memory: the least bytes, and the bytes for which another placer
-#: pays.
+#: While the driver restores device memory: the least bytes for which placers pay, and the bytes for
+#: which each of them pays.
 _LEAST_BESIDE, _EACH_BESIDE = 128 << 20, 32 << 20
-#: The same, and the most placers, beside other placers, which fill a file.
+#: Beside other placers that fill a file: the bytes for which each placer pays, and the most
+#: placers.
 _EACH_BESIDE_FILE, _MOST_BESIDE_FILE = 64 << 20, 8
 
 
@@ -69,9 +70,9 @@ def placers_for(
         cores: Of this machine.
         processes: How many wait for their memory at once: the driver moves the memory of each in a
             thread of its own.
-        driver: The driver restores device memory meanwhile, and threads that place would keep this
-            interpreter from what it does for the driver.
-        file: Other placers fill a file meanwhile, from which the driver reads.
+        driver: Whether the driver restores device memory meanwhile. Threads that place would then
+            delay this interpreter's work for the driver.
+        file: Whether other placers meanwhile fill a file from which the driver reads.
     """
     cores = cores or os.cpu_count() or 1
     least = _LEAST_BESIDE if driver or file else _LEAST_BYTES
