@@ -24,9 +24,9 @@ demo: setup
 	.venv/bin/python tools/demo $(ARGS)
 
 # .venv-test: a normal installation, checked and tested from outside the source root.
-# Many tests wait: for CRIU, for a job's next step, for a time-out. So there are twice as many workers as a machine of 2 cores has.
+# Many tests wait: for CRIU, for a job's next step, for a time-out. So there are more workers than a machine of 2 cores has.
 test: machine-tests criu criu-newer .stamps/installed
-	.venv-test/bin/python tools/run-tests --workers 4 $(ARGS)
+	.venv-test/bin/python tools/run-tests --workers 5 $(ARGS)
 
 # What CRIU itself does, in each version on the machine, and to each program of the tests; 'make test' runs a part of it, 'make torture' all.
 CRIU_TESTS := $(addprefix tests/,test_programs.py test_programs_criu.py host/test_criu.py host/test_criu_detach.py host/test_criu_memcpy.py)

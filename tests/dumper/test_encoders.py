@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -341,6 +342,17 @@ def test_places_come_back() -> None:
 
     with pytest.raises(RuntimeError):
         places.take(1, check)
+
+
+def test_places_are_taken_by_threads_that_want_different_numbers() -> None:
+    places = Places([])
+    with ThreadPoolExecutor(4) as pool:
+        taken = [pool.submit(places.take, count, lambda: None) for count in (1, 2, 3, 4)]
+        for place in range(10):
+            time.sleep(0.02)
+            places.give_back(place)
+        found = [place for one in taken for place in one.result(5)]
+    assert sorted(found) == list(range(10))
 
 
 def test_a_machine_without_room_for_encoders(

@@ -6,6 +6,7 @@ there is room, else into pinned host memory. What finds no room at all is stored
 
 from __future__ import annotations
 
+import sys
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -70,6 +71,8 @@ class Places:
     def __init__(self, free: Sequence[int]) -> None:
         self.count = len(free)
         self._free = list(free)
+        #: The fewest places for which anyone waits.
+        self._least = sys.maxsize
         self._change = threading.Condition()
 
     def take(self, count: int, check: Callable[[], None]) -> list[int]:
@@ -81,6 +84,7 @@ class Places:
         with self._change:
             while len(self._free) < count:
                 check()
+                self._least = min(self._least, count)
                 self._change.wait(1.0)
             taken, self._free = self._free[:count], self._free[count:]
         return taken
@@ -89,7 +93,10 @@ class Places:
         """Return a place."""
         with self._change:
             self._free.append(place)
-            self._change.notify()
+            # Waking a thread for each place would cost all others the interpreter's lock.
+            if len(self._free) >= self._least:
+                self._least = sys.maxsize
+                self._change.notify_all()
 
 
 class ResidentCopy:
