@@ -30,7 +30,8 @@ def test_the_service_raises_its_limit_and_its_priority(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    own = (min(256, before[1]), before[1])
+    room = len(os.listdir("/proc/self/fd")) + 100  # earlier tests may have left some open
+    own = (min(max(256, room), before[1]), before[1])
     nice = os.getpriority(os.PRIO_PROCESS, 0)
     seen = []
 
