@@ -163,10 +163,12 @@ class Setting:
     bucket: bool
     calm: float
 
-    def job(self, folder: str, way: str, framework: str) -> list[str]:
-        """Return the job's command."""
+    def job(self, folder: str, way: str) -> list[str]:
+        """Return the command of the job of one way. With icecore's ways, it saves nothing itself."""
+        own = "none" if way.startswith(ICECORE) else way
+        framework = "torch" if way in _TORCH_WAYS else "jax"
         sizes = ["--gib", str(self.gib), "--device", self.device]
-        return [sys.executable, _JOB, folder, way, "--framework", framework, *sizes]
+        return [sys.executable, _JOB, folder, own, "--framework", framework, *sizes]
 
 
 @contextmanager
@@ -188,11 +190,10 @@ def target(folder: Path, setting: Setting) -> Iterator[tuple[str, dict[str, str]
 @contextmanager
 def training(folder: Path, way: str, setting: Setting) -> Iterator[Training]:
     """A job that saves in ``way``, killed at the end."""
-    framework = "torch" if way in _TORCH_WAYS else "jax"
     own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with ExitStack() as stack:
         place, variables = stack.enter_context(target(folder, setting))
-        command = [*setting.job(str(folder), way, framework), "--bucket", place]
+        command = [*setting.job(str(folder), way), "--bucket", place]
         yield stack.enter_context(_running(folder, command, own | variables))
 
 
@@ -278,7 +279,6 @@ def snapshots(
     """Return the costs of ``count`` snapshots, and the share of training time that one each
     ``every`` seconds costs.
     """
-    framework = "torch" if way in _TORCH_WAYS else "jax"
     # A GPU job has a private root, with a /dev/shm of its own: it logs its steps elsewhere.
     with (
         scratch("cost") as folder,
@@ -289,7 +289,7 @@ def snapshots(
         icecore("init")
         job = Training(Path(visible))
         gpu = ["--gpu"] if setting.device == "cuda" else []
-        command = setting.job(visible, "none", framework)
+        command = setting.job(visible, way)
         icecore("run", "-d", "-q", *gpu, "--name", "train", "--", *command)
         try:
             pace = job.settle(setting.calm)

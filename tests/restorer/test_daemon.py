@@ -527,7 +527,7 @@ def test_zero_pages_that_are_placed_ahead_cause_no_page_faults(before: str, most
         it.complete()
 
 
-def test_zero_pages_are_not_placed_once_it_is_to_stop() -> None:
+def test_zero_pages_are_not_placed_after_a_stop() -> None:
     script = "m.say('began'); m.wait_for_go(); m.say(m.zeros(200, 824))"
     with rig(script, HOLES) as it:
         it.said(1)
@@ -536,11 +536,6 @@ def test_zero_pages_are_not_placed_once_it_is_to_stop() -> None:
         it.go()
         assert it.said(2)[1] == "0" and it.daemon.faults == 13
         it.complete()
-
-
-def test_zero_pages_of_a_process_that_has_no_userfaultfd() -> None:
-    family = Family.empty(1, lambda *_: None)
-    family.place_zeros(START, START + (MIB << 20), lambda: False)
 
 
 def test_memory_where_a_file_was_is_other_memory() -> None:

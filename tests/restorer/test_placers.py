@@ -415,12 +415,14 @@ def test_how_many_pay() -> None:
     assert placers_for(8 << 30, 512 << 20, cores=128) == 16
     assert placers_for(32 << 30, 2 << 30, cores=48, processes=4) == 48
     assert placers_for(16 << 30, 1 << 30, cores=48, processes=2) == 32
-    beside = [placers_for(size << 20, 512 << 20, cores=16, file=True) for size in (64, 400, 4096)]
-    assert beside == [0, 6, 8]
-    assert placers_for(400 << 20, 512 << 20, cores=4, file=True) == 0
-    assert placers_for(4 << 30, 2 << 30, cores=64, processes=4, file=True) == 32
+    filed = [
+        placers_for(size << 20, 512 << 20, cores=16, beside="file") for size in (64, 400, 4096)
+    ]
+    assert filed == [0, 6, 8]
+    assert placers_for(400 << 20, 512 << 20, cores=4, beside="file") == 0
+    assert placers_for(4 << 30, 2 << 30, cores=64, processes=4, beside="file") == 32
     sizes = (64, 160, 400, 4096)
-    driver = [placers_for(size << 20, 512 << 20, cores=32, driver=True) for size in sizes]
+    driver = [placers_for(size << 20, 512 << 20, cores=32, beside="driver") for size in sizes]
     assert driver == [0, 5, 12, 16]
 
 

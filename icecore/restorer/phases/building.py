@@ -68,7 +68,7 @@ def build_tree(
                 resources.file_placers.close()
         if placers is None:
             size = resources.memory.size
-            placers = own_placers(attempt, undo, plan, size, word, word, driver=True)
+            placers = own_placers(attempt, undo, plan, size, word, word, beside="driver")
     device_file = prepared.device_file.file if prepared.device_file is not None else None
     undo.tree = tree = Tree(
         f"the restore of snapshot {attempt.snapshot}",

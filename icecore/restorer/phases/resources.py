@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from icecore.errors import RestoreFailed, RestoreRefused
+from icecore.host.cuda.populate import SMALLEST
 from icecore.host.jobs.namespaces import INSTANCE_MOUNT, RunRecord
 from icecore.host.jobs.restoring import Restoring
 from icecore.host.kernel.limits import memory_available
@@ -24,14 +25,10 @@ from icecore.restorer.gpu.resident import Resident
 from icecore.restorer.phases.attempt import Attempt
 from icecore.restorer.phases.planning import Plan, Workspace
 from icecore.restorer.phases.undoing import Undo
-from icecore.restorer.place.placers import Placers, placers_for
+from icecore.restorer.place.placers import Beside, Placers, placers_for
 from icecore.restorer.place.placing import PLACER_BYTES
 from icecore.restorer.plan.memory import room_for
 from icecore.store.format.contract import read_gpus, read_resident, resident_bytes
-
-#: Least bytes of device memory that come through a file: with fewer, the file takes longer than
-#: userfaultfd.
-_LEAST_FILED = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -88,16 +85,8 @@ def start_resources(attempt: Attempt, undo: Undo, workspace: Workspace, plan: Pl
     memory = _plan_memory(attempt, plan, devices)
     filed = memory.filed
     file_placers = own_placers(attempt, undo, plan, filed, word)
-    placers = own_placers(
-        attempt,
-        undo,
-        plan,
-        memory.size - filed,
-        word,
-        word,
-        driver=devices is not None,
-        file=filed > 0,
-    )
+    beside: Beside = "nothing" if devices is None else "file" if filed else "driver"
+    placers = own_placers(attempt, undo, plan, memory.size - filed, word, word, beside=beside)
     return Resources(devices, record, restoring, resident, memory, placers, file_placers)
 
 
@@ -199,7 +188,7 @@ def _plan_memory(attempt: Attempt, plan: Plan, devices: Devices | None) -> Memor
     ranges = {image: process.temporary for image, process in recorded.processes.items()}
     mapped = sum(end - start for own in ranges.values() for start, end in own)
     device = min(mapped, max(0, sizes.device - resident))
-    if device < _LEAST_FILED:
+    if device < SMALLEST:  # no mapping is as large, unless it is sparse
         return MemoryPlan(every, 0, {})
     # Both kinds of placers hold as much as the budget.
     if memory_available() < every + device * SPARE + 2 * plan.limits.budget:
@@ -215,8 +204,7 @@ def own_placers(
     word: str,
     lock: str = "",
     *,
-    driver: bool = False,
-    file: bool = False,
+    beside: Beside = "nothing",
 ) -> Placers | None:
     """Start processes that place ``size`` bytes, if they pay; they end with the restore at the
     latest.
@@ -224,30 +212,23 @@ def own_placers(
     Args:
         word: Shows in their command line.
         lock: Directory for the lock that they share with this process; empty: they need none.
-        driver, file: See `placers_for`.
+        beside: See `placers_for`.
     """
-    placers = _placers(attempt, plan, size, word, lock, driver=driver, file=file)
+    placers = _placers(attempt, plan, size, word, lock, beside)
     if placers is not None:
         undo.stack.callback(placers.close)
     return placers
 
 
 def _placers(
-    attempt: Attempt,
-    plan: Plan,
-    size: int,
-    word: str,
-    lock: str = "",
-    *,
-    driver: bool = False,
-    file: bool = False,
+    attempt: Attempt, plan: Plan, size: int, word: str, lock: str = "", beside: Beside = "nothing"
 ) -> Placers | None:
     """As `own_placers`, but the caller closes them. They load while CRIU's images are written."""
     options, backend = attempt.options, attempt.repository.backend
     count = options.placers or (
         0
         if options.threads
-        else placers_for(size, plan.limits.budget, processes=plan.drivers, driver=driver, file=file)
+        else placers_for(size, plan.limits.budget, processes=plan.drivers, beside=beside)
     )
     if not count or not size or not backend.direct or not backend.folder:
         return None

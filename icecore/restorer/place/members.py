@@ -281,7 +281,7 @@ class Family:
         Args:
             stop: Whether to give up.
         """
-        if not self.members:
+        if not self.members:  # CRIU registered none of its memory
             return
         member = self.members[0]
         for first in range(start, end, _ZERO_SPAN):

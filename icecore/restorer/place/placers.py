@@ -9,6 +9,7 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
+from typing import Literal
 
 from icecore.errors import RestoreFailed
 from icecore.host.kernel.userfaultfd import Stop
@@ -53,14 +54,19 @@ _LEAST_BESIDE, _EACH_BESIDE = 128 << 20, 32 << 20
 _EACH_BESIDE_FILE, _MOST_BESIDE_FILE = 64 << 20, 8
 
 
+#: What works beside placers: nothing; the driver, which restores device memory (threads that place
+#: would delay this interpreter's work for it); or the driver, and other placers that fill the file
+#: from which it reads.
+Beside = Literal["nothing", "driver", "file"]
+
+
 def placers_for(
     size: int,
     budget: int,
     cores: int | None = None,
     *,
     processes: int = 1,
-    driver: bool = False,
-    file: bool = False,
+    beside: Beside = "nothing",
 ) -> int:
     """Return how many placers pay.
 
@@ -70,18 +76,16 @@ def placers_for(
         cores: Of this machine.
         processes: How many wait for their memory at once: the driver moves the memory of each in a
             thread of its own.
-        driver: Whether the driver restores device memory meanwhile. Threads that place would then
-            delay this interpreter's work for the driver.
-        file: Whether other placers meanwhile fill a file from which the driver reads.
+        beside: What works meanwhile.
     """
     cores = cores or os.cpu_count() or 1
-    least = _LEAST_BESIDE if driver or file else _LEAST_BYTES
+    least = _LEAST_BYTES if beside == "nothing" else _LEAST_BESIDE
     if cores < _LEAST_CORES or size < least:
         return 0
     most = min(cores, budget // _BYTES)
-    if file:
+    if beside == "file":
         return min(most, size // _EACH_BESIDE_FILE, _MOST_BESIDE_FILE * processes)
-    if driver:
+    if beside == "driver":
         most = min(most, size // _EACH_BESIDE)
     return min(most, _MOST * processes)
 
