@@ -63,7 +63,7 @@ class _Search:
     Attributes:
         top: A path under /proc through which the tree's root directory is reached.
         is_own: Whether a path is the instance's own.
-        users: Users of the tree's processes.
+        users: Users of the job's processes. The init's does not count: it runs icecore's program.
         mounts: Mount points of the tree → types of file systems.
     """
 
@@ -176,7 +176,8 @@ def find_surroundings(
             there.
     """
     root = next(iter(pids))
-    users = frozenset(process.user for process in processes if process.alive) or frozenset({0})
+    first = 1 if processes and is_own(processes[0].executable) else 0
+    users = frozenset(one.user for one in processes[first:] if one.alive) or frozenset({0})
     search = _Search(f"/proc/{root}/root", is_own, users, _mounts(root))
     _from_images(search, images, pids.values())
     for file in files:
