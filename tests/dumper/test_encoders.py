@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -200,14 +200,14 @@ def test_an_encoder_that_ends_between_its_two_answers_loses_nothing(tmp_path: Pa
         with storing(place, count=1) as (writer, staging, pipeline, encoders):
             begin(encoders)
             (encoder,) = encoders._all
-            claim, left = writer._claim, [encoder.pid]
+            take, left = writer._take, [encoder.pid]
 
-            def end_and_claim(*words: object) -> object:
+            def end_and_take(chunk: bytes, length: int) -> object:
                 if left:
                     os.kill(left.pop(), signal.SIGKILL)
-                return claim(*words)  # type: ignore[arg-type]
+                return take(chunk, length)
 
-            writer._claim = end_and_claim  # type: ignore[method-assign,assignment]
+            writer._take = end_and_take  # type: ignore[method-assign,assignment]
             records = content.store(pipeline, staging, KnownCells.none())
             snapshot = commit(place, writer, content, records)
         check(place, snapshot, content)
@@ -274,7 +274,8 @@ def test_an_encoder_that_hangs_costs_its_patience(
             records = content.store(pipeline, staging, KnownCells.none())
             snapshot = commit(place, writer, content, records)
             for pid in pids:  # otherwise leaving the context would wait for them, and kill them
-                os.kill(pid, signal.SIGCONT)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
         check(place, snapshot, content)
         assert set(reported(place)) == {
             ("dump.encoder_lost", "an encoder process gave no answer for 2 s")
@@ -361,7 +362,7 @@ def test_a_machine_without_room_for_encoders(
     def full(*_: object, **__: object) -> int:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr("icecore.dumper.encode.encoders.os.memfd_create", full)
+    monkeypatch.setattr("icecore.dumper.encode.encoders.Encoder._send", full)
     with local_place(tmp_path / "repository") as place:
         content = Content()
         with storing(place) as (writer, staging, pipeline, encoders):

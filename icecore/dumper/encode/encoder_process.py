@@ -1,4 +1,5 @@
-"""The encoders of a dump: processes that drop pages of zeros, compute chunk ids, and encode chunks.
+"""The encoders of a dump: processes that drop pages of zeros, compute chunk ids, encode chunks, and
+write them to shards that the dumper has open.
 
 An encoder does nothing without a request, and ends when the dumper has ended. Arguments: a word
 that identifies the dump, and for each encoder the descriptor of its end of a SOCK_SEQPACKET socket
@@ -8,10 +9,10 @@ pair (`icecore.host.rpc.family`).
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import socket
 import sys
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -19,9 +20,9 @@ import numpy as np
 from icecore.dumper.encode.protocol import (
     ROOM_CELLS,
     Answer,
+    Append,
+    Appended,
     Cell,
-    Encode,
-    Encoded,
     Failed,
     Load,
     Loaded,
@@ -38,12 +39,12 @@ from icecore.host.kernel.memory import HugeBuffer
 from icecore.host.rpc import packets, peer
 from icecore.host.rpc.family import serve_each
 from icecore.sizes import CELL_BYTES
-from icecore.store.backend.local import LocalBackend
+from icecore.store.backend.local import LocalBackend, write_at
 from icecore.store.format import codec
-from icecore.store.format.cipher import Key
+from icecore.store.format.cipher import Key, overhead
 from icecore.store.format.names import object_name
-from icecore.store.format.shard import fill
-from icecore.store.snapshot.forms import Forms, OwnChunk
+from icecore.store.format.shard import place_chunk
+from icecore.store.snapshot.forms import Chunk, Forms, Written
 from icecore.store.snapshot.trial import Objective
 
 
@@ -52,41 +53,44 @@ class EncoderServer:
 
     Args:
         order: The first message.
-        memory: The memfd that came with it, for forms.
     """
 
-    def __init__(self, order: Open, memory: int) -> None:
+    def __init__(self, order: Open) -> None:
         self._backend = LocalBackend(order.folder)
         self._pid = order.pid
         self._damaged: list[dict[str, object]] = []
+        self._key = Key(order.key, order.encryption)
         self._forms = Forms(
             order.streams,
             self._fetch,
-            Key(order.key, order.encryption),
+            self._key,
             Objective(order.link, order.cores),
             self._note,
             peek=True,
         )
-        with open(memory, "rb") as file:
-            self._out = memoryview(mmap.mmap(memory, os.fstat(file.fileno()).st_size))
+        self._tag = overhead(self._key)
+        #: Where forms are encrypted.
+        self._out = HugeBuffer(CELL_BYTES + codec.MAX_OVERHEAD) if self._tag else None
         self._rooms = HugeBuffer(ROOM_CELLS * CELL_BYTES)
         self._scratch = HugeBuffer(ROOM_CELLS * CELL_BYTES).array.reshape(ROOM_CELLS, CELL_BYTES)
-        #: The chunk of each cell that was read (None: no data pages), and whether the chunk is the
-        #: whole cell as it is in the dumper's memory.
-        self._chunks: list[tuple[OwnChunk | None, bool]] = []
+        #: The chunk of each cell that was read; None: no data pages.
+        self._chunks: list[Chunk | None] = []
 
-    def answer(self, request: Request) -> Answer:
-        """Carry out a request."""
+    def answer(self, request: Request, descriptors: Sequence[int]) -> Answer:
+        """Carry out a request, and close the descriptors that came with it."""
         try:
             match request:
                 case Load():
                     return self._load(request)
-                case Encode():
-                    return self._form(request)
+                case Append():
+                    return self._append(request, *descriptors)
                 case Open():
                     raise ValueError("a second opening")
         except (IcecoreError, OSError) as error:
             return Failed(str(error))
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     def _load(self, request: Load) -> Loaded:
         self._chunks.clear()
@@ -107,22 +111,28 @@ class EncoderServer:
                 np.frombuffer(bitmap, np.uint8), data, self._scratch[number]
             )
         if not len(data):
-            self._chunks.append((None, False))
+            self._chunks.append(None)
             return Named(b"", bitmap, zero, 0, True)
         chunk = self._forms.chunk(bitmap, data)
-        self._chunks.append((chunk, len(data) == size))
+        self._chunks.append(chunk)
         return Named(chunk.id, bitmap, zero, chunk.length, chunk.zero)
 
-    def _form(self, request: Encode) -> Encoded:
-        chunk, whole = self._chunks[request.number]
-        assert chunk is not None
-        form = chunk.form(request.stream, request.region, request.base)
-        lengths = None
-        if form.number != codec.RAW or not whole:
-            fill(self._out, form.parts)
-            lengths = [len(part) for part in form.parts]
+    def _append(self, request: Append, file: int) -> Appended:
+        at, written = request.offset, []
+        for one in request.cells:
+            chunk = self._chunks[one.number]
+            assert chunk is not None
+            form = chunk.form(request.stream, one.region, one.base)
+            length, parts = form.length + self._tag, form.parts
+            if self._out is not None:
+                room = self._out.view(0, length)
+                place_chunk(self._key, request.shard, at, chunk.id, parts, room)
+                parts = [room]
+            write_at(file, parts, at)
+            written.append(Written(form.number, length, form.base))
+            at += length
         damaged, self._damaged = self._damaged, []
-        return Encoded(form.number, lengths, form.base, damaged)
+        return Appended(written, damaged)
 
     def _fetch(self, shard: bytes, offset: int, out: memoryview) -> None:
         self._backend.read_into(object_name("shard", shard), offset, out)
@@ -146,9 +156,9 @@ def serve(control: socket.socket) -> None:
         request = decode(data)
         if encoder is None:
             assert isinstance(request, Open)
-            encoder = EncoderServer(request, *descriptors)
+            encoder = EncoderServer(request)
         else:
-            packets.send(control, encode(encoder.answer(request)))
+            packets.send(control, encode(encoder.answer(request, descriptors)))
 
 
 def main() -> None:

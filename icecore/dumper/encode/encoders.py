@@ -4,22 +4,21 @@ the dumper does its work itself.
 
 from __future__ import annotations
 
-import mmap
 import os
+import signal
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import NamedTuple
 
 from icecore.dumper.encode.protocol import (
     Answer,
+    Append,
+    Appended,
     Cell,
-    Encode,
-    Encoded,
     Failed,
     Load,
     Loaded,
@@ -27,18 +26,16 @@ from icecore.dumper.encode.protocol import (
     Open,
     Ready,
 )
+from icecore.errors import StoreError
 from icecore.events import Event, Sink
 from icecore.host.kernel import limits
 from icecore.host.kernel.cpu import usable_cores
 from icecore.host.kernel.waiting import readable
 from icecore.host.rpc import packets
 from icecore.host.rpc.family import Family, FamilyMember
-from icecore.sizes import CELL_BYTES
 from icecore.store.format.cipher import encryption_of
-from icecore.store.format.codec import MAX_OVERHEAD
 from icecore.store.log.repository import StoredRepository
-from icecore.store.snapshot.bases import Candidate
-from icecore.store.snapshot.forms import Chunk, Form
+from icecore.store.snapshot.forms import Appender, AppenderLost, Room, Wanted, Written
 from icecore.store.snapshot.trial import Objective
 
 #: Bytes that threads store before encoders are worth starting. All encoders together take a quarter
@@ -50,7 +47,6 @@ _MOST = 16
 #: Memory that an encoder takes.
 _BYTES = 64 << 20
 _PROGRAM = "icecore.dumper.encode.encoder_process"
-_ROOM = CELL_BYTES + MAX_OVERHEAD
 _PATIENCE_SECONDS = 60.0
 _END_SECONDS = 5.0
 _LOOK_SECONDS = 0.02
@@ -68,12 +64,12 @@ def encoders_for(cores: int | None = None, memory: int | None = None) -> int:
     return 0 if cores < _LEAST_CORES else min(cores * 5 // 8, _MOST, memory // _BYTES)
 
 
-class EncoderLost(Exception):
+class EncoderLost(AppenderLost):
     """An encoder has ended, does not answer, or could not carry out a request."""
 
 
-class Encoder(FamilyMember):
-    """One encoder.
+class Encoder(FamilyMember, Appender):
+    """One encoder, which appends the chunks of the cells that it has read to shards.
 
     Args:
         control: The socket to the encoder.
@@ -82,20 +78,13 @@ class Encoder(FamilyMember):
 
     Attributes:
         pid: Its process, once it is `ready`.
-        form: The shared memory into which it puts forms.
     """
 
     def __init__(self, control: socket.socket, patience: float, order: Open) -> None:
         super().__init__(control, patience, Answer)
         self.pid = 0
         self._packet = memoryview(bytearray(packets.PACKET))
-        memory = os.memfd_create("icecore-encoder", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(memory, _ROOM)
-            self.form = memoryview(mmap.mmap(memory, _ROOM))
-            self._send(order, [memory])
-        finally:
-            os.close(memory)
+        self._send(order)
 
     def load(self, cells: list[Cell]) -> list[Named]:
         """Have the encoder read at most `ROOM_CELLS` cells, and return what it read.
@@ -107,19 +96,47 @@ class Encoder(FamilyMember):
         assert isinstance(answer, Loaded)
         return answer.cells
 
-    def encode(self, number: int, stream: int, region: int, base: Candidate | None) -> Encoded:
-        """Have the encoder encode one of the cells that it read last; see
-        `icecore.store.snapshot.forms.Chunk.form`.
+    def append(
+        self, stream: int, place: Room, wanted: Sequence[Wanted], emit: Sink
+    ) -> list[Written]:
+        """See `icecore.store.snapshot.forms.Appender`."""
+        request = Append(stream, place.shard, place.offset, list(wanted))
+        try:
+            answer = self._answer(request, [place.descriptor])
+        except EncoderLost:
+            self._end()
+            raise
+        assert isinstance(answer, Appended)
+        for fields in answer.damaged:
+            emit(Event("store.base_damaged", fields))
+        return answer.chunks
+
+    def _end(self) -> None:
+        """Make sure that the encoder writes nothing any more.
 
         Raises:
-            EncoderLost: The encoder has ended, does not answer, or could not do it.
+            StoreError: It has not ended.
         """
-        answer = self._answer(Encode(number, stream, region, base))
-        assert isinstance(answer, Encoded)
-        return answer
+        until = time.monotonic() + _END_SECONDS
+        # While the other end of the socket is open, the process exists: only it has that end.
+        while (left := until - time.monotonic()) > 0:
+            if readable([self.fileno()], 0.0):
+                try:
+                    if not self._control.recv_into(self._packet):
+                        return
+                except ConnectionError:
+                    return
+            else:
+                with suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)
+                readable([self.fileno()], left)
+        raise StoreError(
+            f"an encoder (process {self.pid}) cannot be ended; it may still write to the repository",
+            cure="dump again",
+        )
 
-    def _answer(self, request: Load | Encode) -> Answer:
-        answer: Answer = self._ask(request)
+    def _answer(self, request: Load | Append, descriptors: Sequence[int] = ()) -> Answer:
+        answer: Answer = self._ask(request, descriptors)
         if isinstance(answer, Failed):
             raise EncoderLost(answer.why)
         return answer
@@ -147,72 +164,6 @@ class Encoder(FamilyMember):
         if isinstance(error, packets.PeerDied):
             return EncoderLost("an encoder process has ended")
         return EncoderLost(f"an encoder process gave no answer for {self._patience:.0f} s")
-
-
-class NamedCell(NamedTuple):
-    """A cell that an encoder has read. ``number`` is its number in the encoder."""
-
-    encoder: Encoder
-    number: int
-    named: Named
-
-    @property
-    def nothing(self) -> tuple[bytes, bytes, memoryview]:
-        """The bitmaps of a cell without data pages, and its data, which is empty."""
-        return self.named.data, self.named.zero, memoryview(b"")
-
-
-class NamedChunk(Chunk):
-    """A chunk that an encoder has read.
-
-    Args:
-        cell: The cell.
-        data: The bytes of the whole cell in this process. They are the form if it is raw and the
-            encoder did not copy it.
-        own: Makes the same chunk in this process.
-        emit: Gets ``store.base_damaged`` events.
-
-    Attributes:
-        lost: The error of the encoder, if this process had to encode the chunk instead.
-    """
-
-    def __init__(
-        self,
-        cell: NamedCell,
-        data: memoryview,
-        own: Callable[[], Chunk],
-        emit: Sink,
-    ) -> None:
-        self.id = cell.named.chunk
-        self.bitmap = cell.named.data
-        self.length = cell.named.length
-        self.lost: EncoderLost | None = None
-        self._cell = cell
-        self._data = data
-        self._own = own
-        self._emit = emit
-
-    @property
-    def zero(self) -> bool:
-        """See `Chunk`."""
-        return self._cell.named.zeros
-
-    def form(self, stream: int, region: int, base: Candidate | None) -> Form:
-        """See `Chunk`."""
-        try:
-            made = self._cell.encoder.encode(self._cell.number, stream, region, base)
-        except EncoderLost as error:
-            self.lost = error
-            return self._own().form(stream, region, base)
-        for fields in made.damaged:
-            self._emit(Event("store.base_damaged", fields))
-        if made.lengths is None:
-            return Form(made.number, [self._data], self.length)
-        parts, at = [], 0
-        for length in made.lengths:
-            parts.append(self._cell.encoder.form[at : at + length])
-            at += length
-        return Form(made.number, parts, at, made.base)
 
 
 class Encoders:

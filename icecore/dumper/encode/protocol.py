@@ -1,9 +1,9 @@
 """The protocol between a dump and its encoders (`icecore.dumper.encode.encoder_process`).
 
 Each message (`icecore.host.rpc.packets`) is msgpack. An encoder reads a few cells at once from the
-dumper's memory, and returns the ids of their chunks (`Load`, `Loaded`). If a chunk has to be
-stored, the encoder puts its form, the bytes to store, into memory that it shares with the dumper
-(`Encode`, `Encoded`). The dumper writes the form.
+dumper's memory, and returns the ids of their chunks (`Load`, `Loaded`). The encoder then encodes those
+that have to be stored, and appends their forms, the bytes to store, to a shard that the dumper has
+open (`Append`, `Appended`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from icecore.store.snapshot.bases import Candidate
+from icecore.store.snapshot.forms import Wanted, Written
 
 #: Number of cells that an encoder has room for.
 ROOM_CELLS = 4
@@ -52,7 +52,7 @@ class Named(NamedTuple):
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The first message. A memfd for forms comes with it.
+    """The first message.
 
     Attributes:
         folder: The repository's directory, which holds the objects.
@@ -77,15 +77,20 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag=True):
     cells: list[Cell]
 
 
-class Encode(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Encode the cell with this number (its index in the last `Load`); for the other fields, see
-    `icecore.store.snapshot.forms.Chunk.form`.
+class Append(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Encode cells, and write their forms one after the other. The descriptor of the shard's file
+    comes with it.
+
+    Attributes:
+        stream: As in `icecore.store.snapshot.forms.Appender.append`.
+        shard, offset: As in `icecore.store.snapshot.forms.Room`.
+        cells: The cells, whose numbers are their indices in the last `Load`.
     """
 
-    number: int
     stream: int
-    region: int
-    base: Candidate | None
+    shard: bytes
+    offset: int
+    cells: list[Wanted]
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -100,28 +105,22 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
     cells: list[Named]
 
 
-class Encoded(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The form of a chunk.
-
-    Attributes:
-        number: The number of its codec.
-        lengths: Lengths of its parts, which lie one after the other in the shared memory. None: the
-            form is the cell as it is in the dumper's memory.
-        base: The base, if the form is a delta.
-        damaged: Fields of the ``store.base_damaged`` events to emit.
+class Appended(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The forms that were written, in the order of `Append`. ``damaged``: fields of the
+    ``store.base_damaged`` events to emit.
     """
 
-    number: int
-    lengths: list[int] | None
-    base: Candidate | None
+    chunks: list[Written]
     damaged: list[dict[str, Any]]
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The encoder could not carry out the request; the dumper does the work itself."""
+    """The encoder could not carry out the request, or only part of it; the dumper does the work
+    itself.
+    """
 
     why: str
 
 
-Request = Open | Load | Encode
-Answer = Ready | Loaded | Encoded | Failed
+Request = Open | Load | Append
+Answer = Ready | Loaded | Appended | Failed

@@ -7,22 +7,16 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from icecore.dumper.encode.encoders import (
-    PAYS_BYTES,
-    Encoder,
-    EncoderLost,
-    Encoders,
-    NamedCell,
-    NamedChunk,
-)
-from icecore.dumper.encode.protocol import ROOM_CELLS, Cell
+from icecore.dumper.encode.encoders import PAYS_BYTES, Encoder, EncoderLost, Encoders
+from icecore.dumper.encode.protocol import ROOM_CELLS, Cell, Named
 from icecore.dumper.encode.zero_pages import NO_PAGES, without_zero_pages
 from icecore.dumper.memory.background import lower_priority
 from icecore.dumper.memory.budget import CpuBudget
@@ -33,7 +27,8 @@ from icecore.events import Advance, Event, Sink, discard, unwatched
 from icecore.sizes import CELL_BYTES
 from icecore.store.format.cell import CELL
 from icecore.store.format.manifest import Region
-from icecore.store.snapshot.forms import Chunk
+from icecore.store.snapshot.forms import Appender, AppenderLost, Chunk
+from icecore.store.snapshot.writer import ReadCell
 
 _SPILL_SLOTS = 64
 #: A thread encodes smaller cells itself: asking an encoder takes about as long.
@@ -56,17 +51,12 @@ class CellStore(Protocol):
     ) -> np.void:
         """Store one cell and return its CELL record."""
 
-    def store_chunk(
-        self,
-        stream: int,
-        cell: int,
-        zero_bitmap: bytes,
-        chunk: Chunk,
-        previous: np.void | None,
-        *,
-        region: int = 0,
-    ) -> np.void:
-        """Store one cell whose data pages are ``chunk``."""
+    def store_read(
+        self, stream: int, cells: Sequence[ReadCell], appender: Appender
+    ) -> tuple[list[np.void], AppenderLost | None]:
+        """Store cells that an appender has read; return their CELL records, and the error of the
+        appender, if this process has stored the rest.
+        """
 
     def chunk(self, bitmap: bytes, data: memoryview) -> Chunk:
         """Return the chunk of these data pages."""
@@ -77,6 +67,7 @@ class SpaceSink:
 
     Attributes:
         records: CELL[n], by rows of the plan; complete once the pipeline is drained.
+        stream: The shard stream of the space.
     """
 
     def __init__(
@@ -88,8 +79,8 @@ class SpaceSink:
         known: KnownCells,
     ) -> None:
         self.records = np.zeros(len(plan), CELL)
+        self.stream = stream
         self._pipeline = pipeline
-        self._stream = stream
         self._plan = plan
         self._known = known
         self._candidates = known.find(plan.key)
@@ -124,43 +115,67 @@ class SpaceSink:
         slot: Slot,
         scratch: npt.NDArray[np.uint8],
         writer: CellStore,
-        read: NamedCell | None = None,
+        read: Named | None = None,
     ) -> None:
         """Encode and store one cell. The pipeline's threads call this.
 
         Args:
-            read: The cell, if an encoder has read it.
-
-        Raises:
-            EncoderLost: The cell is stored, but without the encoder.
+            read: The cell, if an encoder has read it and found no data pages.
         """
-        plan = self._plan
-        stream, cell, region = self._stream, int(plan.cell[row]), int(plan.region[row])
-        bitmap, whole = plan.bitmap[row], slot.view(0, int(plan.length[row]))
-        candidate = int(self._candidates[row])
-        previous = self._known.record[candidate] if candidate >= 0 else None
+        if read is None:
+            bitmap, zero, data = self._split(row, slot, scratch)
+        else:
+            bitmap, zero, data = read.data, read.zero, memoryview(b"")
+        self.records[row] = writer.store_cell(
+            self.stream,
+            int(self._plan.cell[row]),
+            bitmap,
+            zero,
+            data,
+            self._previous(row),
+            region=int(self._plan.region[row]),
+        )
 
-        def split() -> tuple[bytes, bytes, memoryview]:
-            if self._sparse[region]:
-                return without_zero_pages(bitmap, whole, scratch)
-            return bitmap.tobytes(), NO_PAGES, whole
+    def read_cell(
+        self,
+        row: int,
+        slot: Slot,
+        scratch: npt.NDArray[np.uint8],
+        writer: CellStore,
+        number: int,
+        read: Named,
+    ) -> ReadCell:
+        """Return a cell with data pages that an encoder has read under this number."""
 
         def own() -> Chunk:
-            data_bitmap, _, data = split()
-            return writer.chunk(data_bitmap, data)
+            bitmap, _, data = self._split(row, slot, scratch)
+            return writer.chunk(bitmap, data)
 
-        if read is None or not read.named.length:
-            data_bitmap, zero_bitmap, data = split() if read is None else read.nothing
-            self.records[row] = writer.store_cell(
-                stream, cell, data_bitmap, zero_bitmap, data, previous, region=region
-            )
-            return
-        chunk = NamedChunk(read, whole, own, self._pipeline.emit)
-        self.records[row] = writer.store_chunk(
-            stream, cell, read.named.zero, chunk, previous, region=region
+        return ReadCell(
+            number,
+            int(self._plan.cell[row]),
+            int(self._plan.region[row]),
+            self._previous(row),
+            read.data,
+            read.zero,
+            read.chunk,
+            read.length,
+            read.zeros,
+            own,
         )
-        if chunk.lost is not None:
-            raise chunk.lost
+
+    def _split(
+        self, row: int, slot: Slot, scratch: npt.NDArray[np.uint8]
+    ) -> tuple[bytes, bytes, memoryview]:
+        """Return the bitmaps of a cell's data pages and of its pages of zeros, and its data."""
+        bitmap, whole = self._plan.bitmap[row], slot.view(0, int(self._plan.length[row]))
+        if self._sparse[self._plan.region[row]]:
+            return without_zero_pages(bitmap, whole, scratch)
+        return bitmap.tobytes(), NO_PAGES, whole
+
+    def _previous(self, row: int) -> np.void | None:
+        candidate = int(self._candidates[row])
+        return self._known.record[candidate] if candidate >= 0 else None
 
     def zeros(self, rows: npt.NDArray[np.int64]) -> None:
         """Record cells that hold only zeros. ``rows`` i8[n]: as for `unchanged`."""
@@ -293,24 +308,19 @@ class Pipeline:
         while (item := self._queue.get()) is not None:
             self._gate.wait()
             items: list[Item] = [item]
-            read: list[NamedCell | None] = [None]
             try:
                 if encoder is None and usable:
                     encoder = self._find_encoder()
                 if encoder is not None:
                     items += self._more()
-                    read = [None] * len(items)
-                    read = self._read(items, encoder)
             except EncoderLost as error:
                 usable = self._lose(error)
             except BaseException as error:  # noqa: BLE001 - the items are released below
                 self._fail(error)
-            for one, cell in zip(items, read, strict=True):
-                self._gate.wait()
-                try:
-                    self._store(one, cell if usable else None, scratch)
-                except EncoderLost as error:
-                    usable = self._lose(error)
+            if encoder is not None and usable:
+                usable = self._store_with(encoder, items, scratch)
+            else:
+                self._store_each(items, scratch)
             if not usable:
                 encoder = None
 
@@ -328,16 +338,64 @@ class Pipeline:
             more.append(item)
         return more
 
-    def _read(self, items: Sequence[Item], encoder: Encoder) -> list[NamedCell | None]:
-        """Have an encoder read cells; return what it has read."""
+    def _store_with(
+        self, encoder: Encoder, items: Sequence[Item], scratch: npt.NDArray[np.uint8]
+    ) -> bool:
+        """Store cells with an encoder; return whether it is still usable."""
+        try:
+            found = self._read(items, encoder)
+        except EncoderLost as error:
+            self._lose(error)
+            self._store_each(items, scratch)
+            return False
+        except BaseException as error:  # noqa: BLE001 - the items are released below
+            self._fail(error)
+            self._store_each(items, scratch)
+            return True
+        usable, streams = True, dict[int, list[tuple[Item, int, Named]]]()
+        for item, one in zip(items, found, strict=True):
+            if one is None or not one[1].length:
+                self._store_each([item], scratch, one[1] if one is not None else None)
+            else:
+                streams.setdefault(item[0].stream, []).append((item, *one))
+        for stream, cells in streams.items():
+            some = [item for item, _, _ in cells]
+            if not usable:
+                self._store_each(some, scratch)
+                continue
+            self._gate.wait()
+            with self._storing(some):
+                if self._failure is None:
+                    usable = self._store_read(stream, cells, encoder, scratch)
+        return usable
+
+    def _store_read(
+        self,
+        stream: int,
+        cells: Sequence[tuple[Item, int, Named]],
+        encoder: Encoder,
+        scratch: npt.NDArray[np.uint8],
+    ) -> bool:
+        """Store cells that an encoder has read; return whether it is still usable."""
+        read = [
+            sink.read_cell(row, slot, scratch, self._writer, number, named)
+            for (sink, row, slot), number, named in cells
+        ]
+        records, lost = self._writer.store_read(stream, read, encoder)
+        for ((sink, row, _), _, _), record in zip(cells, records, strict=True):
+            sink.records[row] = record
+        return lost is None or self._lose(lost)
+
+    def _read(self, items: Sequence[Item], encoder: Encoder) -> list[tuple[int, Named] | None]:
+        """Have an encoder read cells; return what it has read, with its numbers in the encoder."""
         cells = [sink.cell(row, slot) for sink, row, slot in items]
         wanted = [cell for cell in cells if cell is not None]
         if not wanted or self._failure is not None:
             return [None] * len(items)
         named = iter(enumerate(encoder.load(wanted)))
-        return [NamedCell(encoder, *next(named)) if cell is not None else None for cell in cells]
+        return [next(named) if cell is not None else None for cell in cells]
 
-    def _lose(self, error: EncoderLost) -> bool:
+    def _lose(self, error: AppenderLost) -> bool:
         """Report that a thread has lost its encoder and continues without it. Return False."""
         try:
             self.emit(Event("dump.encoder_lost", {"error": str(error)}))
@@ -345,29 +403,40 @@ class Pipeline:
             self._fail(failure)
         return False
 
-    def _store(self, item: Item, read: NamedCell | None, scratch: npt.NDArray[np.uint8]) -> None:
-        """Store one cell, unless an earlier one failed.
+    def _store_each(
+        self,
+        items: Sequence[Item],
+        scratch: npt.NDArray[np.uint8],
+        read: Named | None = None,
+    ) -> None:
+        """Store cells in this thread."""
+        for item in items:
+            self._gate.wait()
+            with self._storing([item]):
+                if self._failure is None:
+                    sink, row, slot = item
+                    sink.store(row, slot, scratch, self._writer, read)
 
-        Raises:
-            EncoderLost: The cell is stored, but without the encoder.
+    @contextmanager
+    def _storing(self, items: Sequence[Item]) -> Iterator[None]:
+        """Release cells after the context, which stores them unless an earlier one failed. An error
+        in the context is handed to the thread that waits.
         """
-        sink, row, slot = item
         try:
             try:
-                if self._failure is None:
-                    self._stored += sink.length(row)  # about: another thread may add, too
-                    sink.store(row, slot, scratch, self._writer, read)
+                yield
+                self._stored += sum(sink.length(row) for sink, row, _ in items)
             finally:
-                self._staging.release(slot)
-                self._advance(sink.length(row))
+                for _, _, slot in items:
+                    self._staging.release(slot)
+                for sink, row, _ in items:
+                    self._advance(sink.length(row))
             self._budget.pause()
-        except EncoderLost:
-            raise
         except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
             self._fail(error)
         finally:
             with self._change:
-                self._pending -= 1
+                self._pending -= len(items)
                 if not self._pending or self._failure is not None:
                     self._change.notify_all()
 

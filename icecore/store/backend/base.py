@@ -98,7 +98,14 @@ def length_of(parts: Sequence[Buffer]) -> int:
 class Draft(ABC):
     """An object that is written piece by piece and is invisible until it is published. For one
     thread at a time.
+
+    Attributes:
+        length: Bytes written so far.
+        descriptor: A file to which another process may write from ``length`` on; -1: there is none.
     """
+
+    length: int = 0
+    descriptor: int = -1
 
     @abstractmethod
     def append(self, parts: Sequence[Buffer]) -> None:
@@ -106,6 +113,23 @@ class Draft(ABC):
 
         Raises:
             StoreFull, StoreError: They could not be written; the draft cannot be used any more.
+        """
+
+    @abstractmethod
+    def grow(self, count: int) -> None:
+        """Take over ``count`` bytes that another process has written to ``descriptor``.
+
+        Raises:
+            StoreError: As from :meth:`append`.
+        """
+
+    @abstractmethod
+    def cut(self) -> None:
+        """Remove what another process has written to ``descriptor`` and was not taken over. It must
+        not write any more.
+
+        Raises:
+            StoreError: As from :meth:`append`.
         """
 
     @abstractmethod

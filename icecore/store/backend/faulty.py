@@ -212,18 +212,27 @@ class FaultyDraft(Draft):
     def __init__(self, backend: FaultyBackend, name: str) -> None:
         self._backend = backend
         self._name = name
-        self._size = 0
         self._inner = backend.inner.draft(name)
+        self.descriptor = self._inner.descriptor
 
     def append(self, parts: Sequence[Buffer]) -> None:
         call, outcome = self._backend.enter("append", self._name, length_of(parts))
         with self._backend.reply(call, outcome):
             self._inner.append(parts)
-            self._size += length_of(parts)
+            self.length = self._inner.length
+
+    def grow(self, count: int) -> None:
+        call, outcome = self._backend.enter("append", self._name, count)
+        with self._backend.reply(call, outcome):
+            self._inner.grow(count)
+            self.length = self._inner.length
+
+    def cut(self) -> None:
+        self._inner.cut()
 
     async def publish(self) -> None:
         try:
-            call, outcome = self._backend.enter("create", self._name, self._size)
+            call, outcome = self._backend.enter("create", self._name, self.length)
             await self._backend.pause(call)
         except Exception:
             self._inner.discard()

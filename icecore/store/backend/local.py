@@ -466,23 +466,30 @@ class LocalDraft(Draft):
         self._backend = backend
         self._name = name
         *folders, self._last = check_name(name).split("/")
-        self._folder = self._descriptor = -1
+        self._folder = self.descriptor = -1
+        self.length = 0
         self._temporary = f"{_TEMPORARY}{secrets.token_hex(8)}"
         self._doing = f"create object {name} in"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
             self._folder = backend.open_folder(tuple(folders))
-            self._descriptor = os.open(self._temporary, flags, 0o600, dir_fd=self._folder)
+            self.descriptor = os.open(self._temporary, flags, 0o600, dir_fd=self._folder)
         except OSError as error:
             self.discard()
             raise _translate(error, self._doing, backend.where) from error
 
     def append(self, parts: Sequence[Buffer]) -> None:
         try:
-            _write_all(
-                self._descriptor,
-                [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes],
-            )
+            self.length += write_at(self.descriptor, parts, self.length)
+        except OSError as error:
+            raise _translate(error, self._doing, self._backend.where) from error
+
+    def grow(self, count: int) -> None:
+        self.length += count
+
+    def cut(self) -> None:
+        try:
+            os.ftruncate(self.descriptor, self.length)
         except OSError as error:
             raise _translate(error, self._doing, self._backend.where) from error
 
@@ -492,7 +499,7 @@ class LocalDraft(Draft):
     def publish_now(self) -> None:
         """Publish in this thread."""
         try:
-            os.fsync(self._descriptor)
+            os.fsync(self.descriptor)
             os.link(
                 self._temporary,
                 self._last,
@@ -520,8 +527,8 @@ class LocalDraft(Draft):
             ) from error
 
     def discard(self) -> None:
-        (descriptor, self._descriptor), (folder, self._folder) = (
-            (self._descriptor, -1),
+        (descriptor, self.descriptor), (folder, self._folder) = (
+            (self.descriptor, -1),
             (self._folder, -1),
         )
         if descriptor >= 0:
@@ -532,10 +539,13 @@ class LocalDraft(Draft):
             os.close(folder)
 
 
-def _write_all(descriptor: int, parts: Sequence[memoryview]) -> None:
-    pending = list(parts)
+def write_at(descriptor: int, parts: Sequence[Buffer], offset: int) -> int:
+    """Write ``parts`` one after the other from ``offset`` on; return how many bytes they are."""
+    pending = [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
+    at = offset
     while pending:
-        written = os.writev(descriptor, pending[:_VECTORS])
+        written = os.pwritev(descriptor, pending[:_VECTORS], at)
+        at += written
         whole = 0
         while whole < len(pending) and written >= pending[whole].nbytes:
             written -= pending[whole].nbytes
@@ -543,6 +553,7 @@ def _write_all(descriptor: int, parts: Sequence[memoryview]) -> None:
         del pending[:whole]
         if written:
             pending[0] = pending[0][written:]
+    return at - offset
 
 
 def _size(name: str, folder: int) -> int:
@@ -558,7 +569,7 @@ def _write_piece(name: str, folder: int) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(name, flags, 0o600, dir_fd=folder)
     try:
-        _write_all(descriptor, [memoryview(os.urandom(RESERVE_PIECE))])
+        write_at(descriptor, [os.urandom(RESERVE_PIECE)], 0)
     except OSError:
         os.unlink(name, dir_fd=folder)
         raise

@@ -75,9 +75,9 @@ class ShardTable:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def fits(self, length: int) -> bool:
-        """Return whether a chunk of ``length`` stored bytes still has room."""
-        return self.used + length <= self.limit and len(self._entries) < SHARD.max_entries
+    def fits(self, length: int, count: int = 1) -> bool:
+        """Return whether ``count`` chunks of ``length`` stored bytes in total still have room."""
+        return self.used + length <= self.limit and len(self._entries) + count <= SHARD.max_entries
 
     def add(self, chunk: bytes, data: Buffer, base: bytes, number: int, length: int) -> int:
         """Append one stored chunk.

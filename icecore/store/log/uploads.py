@@ -73,6 +73,24 @@ class Uploads:
         with self._noting():
             draft.append(parts)
 
+    def grow(self, draft: Draft, count: int) -> None:
+        """Have the draft take over ``count`` bytes that another process has written.
+
+        Raises:
+            StoreError: As from :meth:`append`.
+        """
+        with self._noting():
+            draft.grow(count)
+
+    def cut(self, draft: Draft) -> None:
+        """Drop what another process has written and the draft has not taken over.
+
+        Raises:
+            StoreError: As from :meth:`append`.
+        """
+        with self._noting():
+            draft.cut()
+
     def publish(self, kind: Kind, identity: bytes, draft: Draft, size: int) -> None:
         """Publish a draft of ``size`` bytes in the background."""
         self._run(draft.publish(), kind, identity, size, None)

@@ -1,8 +1,8 @@
 """The stored forms of chunks: in full or as a delta, in the codec that suits.
 
 This is the part of the writer that needs a chunk's bytes, and it takes nearly all of the writer's
-CPU time. A program can have other processes do it, with its own kind of `Chunk`. All that these
-processes need is a way to read shards.
+CPU time. A program can have other processes do it, and append the forms to shards (`Appender`). All
+that these processes need is a way to read shards.
 """
 
 from __future__ import annotations
@@ -40,35 +40,70 @@ class Form(NamedTuple):
     base: Candidate | None = None
 
 
-class Chunk(ABC):
-    """The data pages of a cell, at least one.
+class Room(NamedTuple):
+    """The end of a shard that another process may write to.
 
     Attributes:
-        id: 32 bytes (`icecore.store.format.chunk.chunk_id`).
-        bitmap: The cell's data bitmap, 32 bytes.
-        length: Bytes in the data pages.
+        shard: The shard's name, 16 bytes.
+        descriptor: The file.
+        offset: Where the shard ends.
     """
 
-    id: bytes
-    bitmap: bytes
+    shard: bytes
+    descriptor: int
+    offset: int
+
+
+class Wanted(NamedTuple):
+    """A chunk of an `Appender` that has to be stored.
+
+    Attributes:
+        number: Which of its chunks.
+        region: The region that it belongs to, whose chunks are assumed to be similar.
+        base: The chunk that it may become a delta of; None: make no delta.
+    """
+
+    number: int
+    region: int
+    base: Candidate | None
+
+
+class Written(NamedTuple):
+    """A chunk that was appended to a shard.
+
+    Attributes:
+        number: The number of its codec.
+        length: Its bytes there, those of the encryption included.
+        base: The base, if its form is a delta; its bitmap is never empty.
+    """
+
+    number: int
     length: int
+    base: Candidate | None
 
-    @property
-    @abstractmethod
-    def zero(self) -> bool:
-        """Whether all bytes are zero."""
+
+class AppenderLost(Exception):
+    """The other process did not do everything. It certainly writes nothing any more."""
+
+
+class Appender(ABC):
+    """Another process that holds the bytes of chunks, and appends their forms to shards."""
 
     @abstractmethod
-    def form(self, stream: int, region: int, base: Candidate | None) -> Form:
-        """Return the form in which to store the chunk, which must not be zero.
+    def append(
+        self, stream: int, place: Room, wanted: Sequence[Wanted], emit: Sink
+    ) -> list[Written]:
+        """Have it write the forms of chunks one after the other.
 
         Args:
-            stream: The shard stream that the chunk belongs to.
-            region: The region that it belongs to, whose chunks are assumed to be similar.
-            base: The chunk that it may become a delta of; None: make no delta.
+            stream: The shard stream that the chunks belong to.
+            place: Where to write them.
+            wanted: The chunks, which must not be zero.
+            emit: Gets ``store.base_damaged`` events.
 
         Raises:
-            StoreError: The base could not be read, for a reason other than damage or absence.
+            AppenderLost: It did not write all of them.
+            StoreError: It did not write all of them, and may still be writing.
         """
 
 
@@ -100,14 +135,14 @@ class Forms:
         self._deltas = [Deltas(fetch, key, objective, emit, peek=peek) for _ in range(streams)]
         self._scratch = ScratchPerThread()
 
-    def chunk(self, bitmap: bytes, data: memoryview) -> OwnChunk:
-        """Return the chunk of these bytes. This process makes its form."""
-        return OwnChunk(self, chunk_id(self._key, bitmap, data), bitmap, data)
+    def chunk(self, bitmap: bytes, data: memoryview) -> Chunk:
+        """Return the chunk of these bytes."""
+        return Chunk(self, chunk_id(self._key, bitmap, data), bitmap, data)
 
     def make(
         self, stream: int, region: int, bitmap: bytes, data: memoryview, base: Candidate | None
     ) -> Form:
-        """See `Chunk.form`."""
+        """Return a chunk's form; see `Chunk.form`."""
         scratch = self._scratch.get()
         habit = self._habits[stream]
 
@@ -127,11 +162,14 @@ class Forms:
         return Form(number, parts, length)
 
 
-class OwnChunk(Chunk):
-    """A chunk whose bytes are in this process.
+class Chunk:
+    """The data pages of a cell, at least one.
 
     Attributes:
-        data: Its bytes.
+        id: 32 bytes (`icecore.store.format.chunk.chunk_id`).
+        bitmap: The cell's data bitmap, 32 bytes.
+        length: Bytes in the data pages.
+        data: These bytes.
     """
 
     def __init__(self, forms: Forms, id: bytes, bitmap: bytes, data: memoryview) -> None:
@@ -143,10 +181,18 @@ class OwnChunk(Chunk):
 
     @property
     def zero(self) -> bool:
-        """See `Chunk`."""
+        """Whether all bytes are zero."""
         begins = self.data[: len(_ZEROS)] == _ZEROS
         return begins and not np.frombuffer(self.data, np.uint64).any()
 
     def form(self, stream: int, region: int, base: Candidate | None) -> Form:
-        """See `Chunk`."""
+        """Return the form in which to store the chunk, which must not be zero.
+
+        Args:
+            stream: The shard stream that the chunk belongs to.
+            region, base: As in `Wanted`.
+
+        Raises:
+            StoreError: The base could not be read, for a reason other than damage or absence.
+        """
         return self._forms.make(stream, region, self.bitmap, self.data, base)

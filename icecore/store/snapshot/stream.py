@@ -11,10 +11,12 @@ from __future__ import annotations
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from icecore.sizes import CELL_BYTES
 from icecore.store.backend.base import Draft
+from icecore.store.format.chunk import NO_CHUNK
 from icecore.store.format.cipher import overhead
 from icecore.store.format.codec import MAX_OVERHEAD, Buffer
 from icecore.store.format.keys import Keys
@@ -22,6 +24,7 @@ from icecore.store.format.names import random_id
 from icecore.store.format.shard import EncodedChunk, ShardBuilder, ShardTable, place_chunk
 from icecore.store.log.uploads import Uploads
 from icecore.store.runtime.pool import BufferPool, huge_buffer
+from icecore.store.snapshot.forms import Room, Written
 
 #: Bytes of a shard that are worth a request while none is in flight.
 _WORTH_SENDING = 4 << 20
@@ -52,6 +55,33 @@ class ShardStream(ABC):
     @abstractmethod
     def abandon(self) -> None:
         """Drop the open shard."""
+
+
+class Lent:
+    """The end of a shard while another process writes to it.
+
+    Args:
+        table: The shard's.
+        descriptor: The file that holds its draft.
+    """
+
+    def __init__(self, table: ShardTable, descriptor: int) -> None:
+        self.room = Room(table.name, descriptor, table.used)
+        self.taken_back = False
+        self._table = table
+
+    def add(self, chunk: bytes, bitmap: bytes, one: Written) -> tuple[bytes, int]:
+        """Add the chunk that was written next.
+
+        Returns:
+            The name of its shard, and its offset there.
+        """
+        own = NO_CHUNK if one.base is None else one.base.chunk
+        return self._table.name, self._table.add(chunk, bitmap, own, one.number, one.length)
+
+    def take_back(self) -> None:
+        """Drop what was written but not added; the other process writes nothing any more."""
+        self.taken_back = True
 
 
 class _Lane:
@@ -88,30 +118,59 @@ class DraftStream(ShardStream):
 
     def put(self, one: EncodedChunk) -> tuple[bytes, int, int]:
         stored = one.length + overhead(self._keys.chunk)
-        lane = self._take()
-        try:
-            table, draft = lane.table, lane.draft
-            if table is not None and not table.fits(stored):
-                self._close(lane)
-                table = draft = None
-            if table is None or draft is None:
-                table = lane.table = ShardTable(random_id(), max(stored, self._shard_bytes))
-                draft = lane.draft = self._uploads.draft("shard", table.name)
+        with self._lane() as lane:
+            table, draft = self._open(lane, stored)
             parts = one.parts
             if stored != one.length:
                 parts = self._encrypted(lane, table, one, stored)
             self._uploads.append(draft, parts)
             offset = table.add(one.chunk, one.bitmap, one.base, one.number, stored)
             return table.name, offset, stored
+
+    @contextmanager
+    def lend(self, most: int, count: int) -> Iterator[Lent]:
+        """Let another process write up to ``count`` chunks of ``most`` stored bytes in total. An
+        error in the context discards the shard, and with it the snapshot.
+        """
+        with self._lane() as lane:
+            table, draft = self._open(lane, most, count)
+            before = table.used
+            lent = Lent(table, draft.descriptor)
+            yield lent
+            self._uploads.grow(draft, table.used - before)
+            if lent.taken_back:
+                # Part of a chunk may have been written: no other chunk may take its place, above
+                # all not under the same key and nonce.
+                self._uploads.cut(draft)
+                self._close(lane)
+
+    @contextmanager
+    def _lane(self) -> Iterator[_Lane]:
+        """Take a lane; an error in the context discards its shard."""
+        lane = self._take()
+        try:
+            yield lane
         except BaseException:
-            # Part of the chunk may have been written: nothing else may take its place, above all
-            # not under the same key and nonce.
+            # Part of a chunk may have been written: nothing else may take its place.
             if lane.draft is not None:
                 lane.draft.discard()
             lane.table = lane.draft = None
             raise
         finally:
             lane.taken.release()
+
+    def _open(self, lane: _Lane, stored: int, count: int = 1) -> tuple[ShardTable, Draft]:
+        """Return the lane's shard, or a new one, with room for ``count`` chunks of ``stored`` bytes
+        in total.
+        """
+        table, draft = lane.table, lane.draft
+        if table is not None and not table.fits(stored, count):
+            self._close(lane)
+            table = draft = None
+        if table is None or draft is None:
+            table = lane.table = ShardTable(random_id(), max(stored, self._shard_bytes))
+            draft = lane.draft = self._uploads.draft("shard", table.name)
+        return table, draft
 
     def _encrypted(
         self, lane: _Lane, table: ShardTable, one: EncodedChunk, stored: int
@@ -146,7 +205,9 @@ class DraftStream(ShardStream):
     def _close(self, lane: _Lane) -> None:
         table, draft = lane.table, lane.draft
         lane.table = lane.draft = None
-        if table is not None and draft is not None:
+        if table is not None and draft is not None and not len(table):
+            draft.discard()  # an encoder was lost before it had written anything
+        elif table is not None and draft is not None:
             self._closed(table)
             footer = table.footer(self._keys.shard)
             try:

@@ -7,10 +7,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 
@@ -39,7 +39,7 @@ from icecore.store.log.uploads import Uploads
 from icecore.store.runtime.pool import BufferPool
 from icecore.store.snapshot.ahead import ReadAhead
 from icecore.store.snapshot.bases import Candidate
-from icecore.store.snapshot.forms import Chunk, Forms, OwnChunk
+from icecore.store.snapshot.forms import Appender, AppenderLost, Chunk, Forms, Wanted
 from icecore.store.snapshot.packs import MapWriter
 from icecore.store.snapshot.stream import BufferedStream, DraftStream, ShardStream
 from icecore.store.snapshot.trial import Objective
@@ -71,6 +71,31 @@ class Statistics:
     deltas: int = 0
     by_codec: Counter[str] = field(default_factory=Counter)
     reused_from: Counter[str] = field(default_factory=Counter)
+
+
+class ReadCell(NamedTuple):
+    """A cell that an `Appender` has read, for :meth:`SnapshotWriter.store_read`.
+
+    Attributes:
+        number: Which of the appender's chunks holds its data pages, at least one.
+        cell, region, previous: As in :meth:`SnapshotWriter.store_cell`.
+        data_bitmap, zero_bitmap: Its bitmaps.
+        chunk: The chunk's id.
+        length: Bytes in the data pages.
+        zeros: Whether all of them are zero.
+        own: Makes the chunk in this process.
+    """
+
+    number: int
+    cell: int
+    region: int
+    previous: np.void | None
+    data_bitmap: bytes
+    zero_bitmap: bytes
+    chunk: bytes
+    length: int
+    zeros: bool
+    own: Callable[[], Chunk]
 
 
 class _Claim(threading.Event):
@@ -198,35 +223,105 @@ class SnapshotWriter:
         if not len(data):
             return pack(Row(cell, data_bitmap, zero_bitmap, NO_CHUNK, _NOTHING_HERE))
         chunk = self.chunk(data_bitmap, data)
-        return self.store_chunk(stream, cell, zero_bitmap, chunk, previous, region=region)
+        before = unpack(previous) if previous is not None else None
+        stored = self._store_here(stream, region, chunk.id, len(data), before, lambda: chunk)
+        return pack(Row(cell, data_bitmap, zero_bitmap, chunk.id, stored))
 
-    def chunk(self, bitmap: bytes, data: memoryview) -> OwnChunk:
-        """Return the chunk of these data pages, for :meth:`store_chunk`."""
+    def chunk(self, bitmap: bytes, data: memoryview) -> Chunk:
+        """Return the chunk of these data pages."""
         return self._forms.chunk(bitmap, data)
 
-    def store_chunk(
+    def store_read(
+        self, stream: int, cells: Sequence[ReadCell], appender: Appender
+    ) -> tuple[list[np.void], AppenderLost | None]:
+        """Store cells that an appender has read, which appends what is not stored yet to a shard.
+
+        Returns:
+            The CELL records; and the error of the appender, if this process has stored the rest.
+
+        Raises:
+            StoreError: As from :meth:`store_cell`.
+        """
+        self._uploads.check()
+        before = [unpack(one.previous) if one.previous is not None else None for one in cells]
+        stored: dict[int, Stored] = {}
+        mine: list[int] = []
+        lost: AppenderLost | None = None
+        try:
+            # Do not wait here for a thread that stores one of these chunks: it may wait for this
+            # one.
+            for number, cell in enumerate(cells):
+                held = self._take(cell.chunk, cell.length)
+                if held is None:
+                    mine.append(number)
+                    held = self._elsewhere(cell.chunk, before[number], cell.length)
+                    if held is None and cell.zeros:
+                        held = self._count(_NOTHING_HERE)
+                    if held is not None:
+                        self._settle(cell.chunk, held)
+                        mine.pop()
+                if isinstance(held, Stored):
+                    stored[number] = held
+            if mine:
+                lost = self._append(stream, cells, before, mine, stored, appender)
+        except BaseException:
+            for number in mine:
+                if number not in stored:
+                    self._settle(cells[number].chunk, None)
+            raise
+        for number, cell in enumerate(cells):
+            if number not in stored:
+                stored[number] = self._store_here(
+                    stream, cell.region, cell.chunk, cell.length, before[number], cell.own
+                )
+        rows = (
+            Row(one.cell, one.data_bitmap, one.zero_bitmap, one.chunk, stored[number])
+            for number, one in enumerate(cells)
+        )
+        return [pack(row) for row in rows], lost
+
+    def _append(
         self,
         stream: int,
-        cell: int,
-        zero_bitmap: bytes,
-        chunk: Chunk,
-        previous: np.void | None,
-        *,
-        region: int = 0,
-    ) -> np.void:
-        """Store one cell whose data pages are ``chunk``; otherwise as :meth:`store_cell`."""
-        self._uploads.check()
-        before = unpack(previous) if previous is not None else None
-        stored = self._claim(chunk.id, before, chunk.length)
-        if stored is None:
+        cells: Sequence[ReadCell],
+        before: Sequence[Row | None],
+        mine: Sequence[int],
+        stored: dict[int, Stored],
+        appender: Appender,
+    ) -> AppenderLost | None:
+        """Have the appender store the cells ``mine``, and add how they are stored to ``stored``. If
+        the appender is lost, store them here.
+        """
+        wanted = [
+            Wanted(cells[number].number, cells[number].region, self._candidate(before[number]))
+            for number in mine
+        ]
+        shards, lost = self._streams[stream], None
+        assert isinstance(shards, DraftStream)
+        places: list[Stored] = []
+        rest = codec.MAX_OVERHEAD + overhead(self._keys.chunk)
+        most = sum(cells[number].length + rest for number in mine)
+        with shards.lend(most, len(mine)) as lent:
             try:
-                stored = self._store(stream, region, chunk, before)
-            except BaseException:
-                self._settle(chunk.id, None)
-                raise
-            self._settle(chunk.id, stored)
-            self._count(stored)
-        return pack(Row(cell, chunk.bitmap, zero_bitmap, chunk.id, stored))
+                written = appender.append(stream, lent.room, wanted, self._emit)
+            except AppenderLost as error:
+                lost, written = error, []
+                lent.take_back()
+            for number, one in zip(mine, written, strict=lost is None):
+                chunk = cells[number].chunk
+                shard, offset = lent.add(chunk, cells[number].data_bitmap, one)
+                place = Place(shard, offset, one.length, one.number)
+                places.append(self._how(chunk, place, one.base))
+        for number, place_of in zip(mine, places, strict=lost is None):
+            stored[number] = self._count(place_of)
+            self._settle(cells[number].chunk, place_of)
+        if lost is not None:
+            for number in mine:
+                cell = cells[number]
+                made = self._store(stream, cell.region, cell.own(), before[number])
+                stored[number] = self._count(made)
+                self._settle(cell.chunk, made)
+        return lost
 
     def put_map(
         self,
@@ -366,38 +461,48 @@ class SnapshotWriter:
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    def _claim(self, chunk: bytes, before: Row | None, length: int) -> Stored | None:
-        """Return how the chunk is stored already; or None: then this thread must store it and call
-        :meth:`_settle`.
+    def _store_here(
+        self,
+        stream: int,
+        region: int,
+        chunk: bytes,
+        length: int,
+        before: Row | None,
+        make: Callable[[], Chunk],
+    ) -> Stored:
+        """Store a chunk in this process, unless it is stored already; return how it is stored.
+
+        Args:
+            make: Makes the chunk.
         """
-        while True:
-            with self._lock:
-                held = self._chunks.get(chunk)
-                if held is None:
-                    self._chunks[chunk] = _Claim()
-                    self._statistics.logical += length
-                    break
-                if isinstance(held, Stored):
-                    self._statistics.logical += length
-                    self._reused("session", length)
-                    return held
-            # Another thread is storing the same bytes now.
+        while isinstance(held := self._take(chunk, length), _Claim):
             held.wait(_CLAIM_WAIT_SECONDS)
             self._uploads.check()
+        if held is not None:
+            return held
         try:
-            where, stored = self._elsewhere(chunk, before)
-            if stored is not None and not (
-                stored.place.codec & codec.DELTA or self._can_be(stored.place, length)
-            ):
-                stored = None
+            stored = self._elsewhere(chunk, before, length)
+            if stored is None:
+                stored = self._count(self._store(stream, region, make(), before))
         except BaseException:
             self._settle(chunk, None)
             raise
-        if stored is not None:
-            with self._lock:
-                self._reused(where, length)
-            self._settle(chunk, stored)
+        self._settle(chunk, stored)
         return stored
+
+    def _take(self, chunk: bytes, length: int) -> Stored | _Claim | None:
+        """Return how the chunk is stored in this session, or the claim of the thread that is storing
+        it now; or None: then this thread must store it and call :meth:`_settle`.
+        """
+        with self._lock:
+            held = self._chunks.get(chunk)
+            if held is None:
+                self._chunks[chunk] = _Claim()
+                self._statistics.logical += length
+            elif isinstance(held, Stored):
+                self._statistics.logical += length
+                self._reused("session", length)
+            return held
 
     def _settle(self, chunk: bytes, stored: Stored | None) -> None:
         with self._lock:
@@ -411,7 +516,18 @@ class SnapshotWriter:
         self._statistics.reused += length
         self._statistics.reused_from[where] += 1
 
-    def _elsewhere(self, chunk: bytes, before: Row | None) -> tuple[str, Stored | None]:
+    def _elsewhere(self, chunk: bytes, before: Row | None, length: int) -> Stored | None:
+        """Return how the chunk is stored in the parent, or in another snapshot."""
+        where, stored = self._find_elsewhere(chunk, before)
+        if stored is None or not (
+            stored.place.codec & codec.DELTA or self._can_be(stored.place, length)
+        ):
+            return None
+        with self._lock:
+            self._reused(where, length)
+        return stored
+
+    def _find_elsewhere(self, chunk: bytes, before: Row | None) -> tuple[str, Stored | None]:
         usable = self.session.usable
         if before is not None:
             was = before.stored
@@ -462,10 +578,13 @@ class SnapshotWriter:
         shard, offset, length = put(
             EncodedChunk(chunk.id, chunk.bitmap, own, number, parts, length)
         )
-        place = Place(shard, offset, length, number)
+        return self._how(chunk.id, Place(shard, offset, length, number), base)
+
+    def _how(self, chunk: bytes, place: Place, base: Candidate | None) -> Stored:
+        """Return how a chunk is stored that was written to ``place``."""
         if base is None:
             return Stored(place)
-        self._base_bitmaps[chunk.id, base.chunk] = base.bitmap
+        self._base_bitmaps[chunk, base.chunk] = base.bitmap
         return Stored(place, base.chunk, base.place)
 
     def _candidate(self, before: Row | None) -> Candidate | None:
@@ -487,7 +606,8 @@ class SnapshotWriter:
         usable = candidate.place.codec != codec.ZERO and self._usable_base(candidate.place.shard)
         return candidate if usable else None
 
-    def _count(self, stored: Stored) -> None:
+    def _count(self, stored: Stored) -> Stored:
+        """Count what was newly stored, and return it."""
         place = stored.place
         with self._lock:
             now = self._statistics
@@ -497,6 +617,7 @@ class SnapshotWriter:
             now.by_codec[codec.name(place.codec)] += place.length
             if place.codec != codec.ZERO:
                 self._own_shards.add(place.shard)
+        return stored
 
     def _closed(self, shard: ShardTable) -> None:
         """Add the full chunks of a complete shard to the new index entries."""
