@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,15 +20,17 @@ import numpy.typing as npt
 import pytest
 
 from icecore.dumper.encode.encoders import Encoder, EncoderLost, Encoders, encoders_for
-from icecore.dumper.encode.protocol import Cell
+from icecore.dumper.encode.protocol import Answer, Append, Cell, Load
 from icecore.dumper.gpu.resident_copy import Places
 from icecore.dumper.memory.background import NICE
 from icecore.dumper.memory.cells import EXTENT, plan_cells
 from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.pipeline import Pipeline
 from icecore.dumper.memory.staging import Staging
+from icecore.errors import StoreError
 from icecore.restorer.guard.guard_process import descendants
 from icecore.sizes import CELL_BYTES, CELL_PAGES, PAGE
+from icecore.store.backend.local import write_at
 from icecore.store.format import codec
 from icecore.store.format.fingerprints import FINGERPRINT
 from icecore.store.format.manifest import Region
@@ -212,6 +214,124 @@ def test_an_encoder_that_ends_between_its_two_answers_loses_nothing(tmp_path: Pa
             snapshot = commit(place, writer, content, records)
         check(place, snapshot, content)
         assert reported(place) == [("dump.encoder_lost", "an encoder process has ended")]
+
+
+@contextmanager
+def before_append(act: Callable[[Encoder, Append, int], None]) -> Iterator[list[tuple[bytes, int]]]:
+    """Call ``act`` before the first `Append` request is sent; give shard and offset of each
+    request.
+    """
+    answer, asked = Encoder._answer, list[tuple[bytes, int]]()
+
+    def instead(self: Encoder, request: Load | Append, descriptors: Sequence[int] = ()) -> Answer:
+        if isinstance(request, Append):
+            asked.append((request.shard, request.offset))
+            if len(asked) == 1:
+                act(self, request, *descriptors)
+        return answer(self, request, descriptors)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Encoder, "_answer", instead)
+        yield asked
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
+def test_an_encoder_that_ends_while_it_writes_loses_nothing(
+    tmp_path: Path, encrypted: bool
+) -> None:
+    def write_and_end(encoder: Encoder, request: Append, file: int) -> None:
+        write_at(file, [b"part of a chunk" * 100_000], request.offset)
+        os.kill(encoder.pid, signal.SIGKILL)
+
+    with local_place(tmp_path / "repository", encrypted=encrypted) as place:
+        content = Content()
+        with storing(place, count=1) as (writer, staging, pipeline, encoders):
+            # So that the shard holds something when the encoder ends, and is published.
+            content.store(pipeline, staging, KnownCells.none())
+            content.change(1)
+            begin(encoders)
+            with before_append(write_and_end) as asked:
+                records = content.store(pipeline, staging, KnownCells.none())
+            snapshot = commit(place, writer, content, records)
+        check(place, snapshot, content)
+        assert reported(place) == [("dump.encoder_lost", "an encoder process has ended")]
+        # Another chunk there would be encrypted with the same key and nonce.
+        places = {(one["shard"].tobytes(), int(one["offset"])) for one in records["place"]}
+        assert asked[0] not in places
+        for shard in (tmp_path / "repository" / "shards").rglob("*"):
+            assert not shard.is_file() or b"part of a chunk" not in shard.read_bytes()
+
+
+def test_an_encoder_that_hangs_while_it_writes_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("icecore.dumper.encode.encoders._PATIENCE_SECONDS", 1.5)
+    with local_place(tmp_path / "repository") as place:
+        content = Content()
+        with storing(place, count=1) as (writer, staging, pipeline, encoders):
+            begin(encoders)
+            (encoder,) = encoders._all
+            with before_append(lambda one, *_: os.kill(one.pid, signal.SIGSTOP)):
+                records = content.store(pipeline, staging, KnownCells.none())
+            until = time.monotonic() + _WAIT
+            while Path(f"/proc/{encoder.pid}").exists():  # it could write once it continues
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            snapshot = commit(place, writer, content, records)
+        check(place, snapshot, content)
+        assert reported(place) == [
+            ("dump.encoder_lost", "an encoder process gave no answer for 2 s")
+        ]
+
+
+def test_a_dump_fails_if_an_encoder_may_still_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("icecore.dumper.encode.encoders._PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr("icecore.dumper.encode.encoders._END_SECONDS", 0.2)
+    pids = []
+
+    def stop(encoder: Encoder, *_: object) -> None:
+        os.kill(encoder.pid, signal.SIGSTOP)
+        pids.append(encoder.pid)
+        monkeypatch.setattr("icecore.dumper.encode.encoders.os.kill", lambda *_: None)
+
+    with local_place(tmp_path / "repository") as place:
+        content = Content()
+        with (
+            pytest.raises(StoreError, match="cannot be ended"),
+            storing(place, count=1) as (_, staging, pipeline, encoders),
+        ):
+            begin(encoders)
+            with before_append(stop):
+                content.store(pipeline, staging, KnownCells.none())
+        monkeypatch.undo()
+        assert len(pids) == 1
+
+
+def test_equal_cells_are_stored_once(tmp_path: Path) -> None:
+    """Threads that hold several cells do not wait for each other."""
+    with local_place(tmp_path / "repository") as place:
+        content = Content()
+        cells = content.bytes.reshape(_CELLS, CELL_BYTES)
+        random = np.random.default_rng(1)
+        kinds = [cells[cell].copy() for cell in (0, 2, 4)]
+        with storing(place) as (writer, staging, pipeline, encoders):
+            begin(encoders)
+            for _ in range(20):
+                for kind in kinds:
+                    kind[:8] = random.integers(0, 256, 8)
+                for cell in range(_CELLS):
+                    cells[cell] = kinds[int(random.integers(0, 3))]
+                before = writer.statistics.chunks
+                records = content.store(pipeline, staging, KnownCells.none())
+                whole = records[content.plan.length == CELL_BYTES]
+                assert len({one.tobytes() for one in whole["chunk"]}) <= 3
+                # The plan's small cells have content of their own.
+                assert writer.statistics.chunks - before <= 6
+            snapshot = commit(place, writer, content, records)
+        check(place, snapshot, content)
+        assert reported(place) == []
 
 
 def test_a_damaged_base_is_reported(tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ def test_a_failed_create_leaves_nothing(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(
-        local.os, {"write": "writev", "sync": "fsync", "link": "link"}[broken], fail
+        local.os, {"write": "pwritev", "sync": "fsync", "link": "link"}[broken], fail
     )
     backend = LocalBackend(tmp_path)
     backend._made.add(tmp_path / "a")

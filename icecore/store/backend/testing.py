@@ -5,6 +5,7 @@ repository relies on no other property of storage.
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import threading
 from abc import ABC, abstractmethod
@@ -197,6 +198,15 @@ class BackendConformance(ABC):
                 for each in (draft, loser, dropped):
                     await asyncio.to_thread(each.append, [piece[:10], memoryview(piece)[10:], b""])
                 await self._fails(ObjectMissing, backend.get("d/x"))
+                assert draft.length == len(b"".join(pieces[: pieces.index(piece) + 1]))
+            if draft.descriptor >= 0:
+                pieces += [b"from another process"]
+                os.pwrite(draft.descriptor, pieces[-1] + b"a part", draft.length)
+                draft.grow(len(pieces[-1]))
+                draft.cut()
+                assert os.fstat(draft.descriptor).st_size == draft.length
+                pieces += [b"the end"]
+                draft.append(pieces[-1:])
             assert [info.name async for info in backend.list("")] == []
             await draft.publish()
             draft.discard()
