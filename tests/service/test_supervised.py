@@ -810,9 +810,9 @@ def test_a_name_is_reserved_between_a_failure_and_the_restore(cli: Cli) -> None:
 
 
 def test_the_supervisor_waits_for_a_name_that_another_job_has(cli: Cli) -> None:
-    counter = Counter(cli, lines=40)
+    counter = Counter(cli, lines=60)
     counter.marks.write_text("1")
-    process = counter.start("--restart", "on-failure:9", "--every", "0.3s", at=20, status=3)
+    process = counter.start("--restart", "on-failure:9", "--every", "0.3s", at=40, status=3)
     until(written(cli, 3), "3 lines")
     until(lambda: not any(job.alive for job in cli.registry.instances()), "its end", SECONDS)
     with mock.patch("icecore.host.jobs.reserved.is_reserved", lambda state, name: False):
@@ -821,7 +821,7 @@ def test_the_supervisor_waits_for_a_name_that_another_job_has(cli: Cli) -> None:
     assert process.poll() is None and other.alive
     other.kill(signal.SIGKILL)
     status, lines, said = ended(process)
-    assert status == 0 and lines[-1] == "line 39", said
+    assert status == 0 and lines[-1] == "line 59", said
     assert "a job named counter runs" in said and "was restored from" in said
 
 
