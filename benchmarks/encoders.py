@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""What the dumper itself does to store cells that encoders encode: CPU time and context switches per
+"""Measure the dumper's own cost of storing cells with encoders: CPU time and context switches per
 cell, and cells per second.
 
 Cells of random bytes, all different, wait in this process's memory, as copies of device memory do.
-The repository lies on tmpfs. The CPU time is that of the dumper, without the encoders: it bounds
-how many encoders one dumper can use. To compare two versions, run each version's file.
+The repository lies on tmpfs. The CPU time excludes the encoders. To compare two
+versions, run this file in a checkout of each.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from icecore.store.snapshot.trial import Objective
 from tests.store.images import local_place
 
 PART = "encoders"
-#: Cells that may wait, as many as the host region has places while it is small.
+#: Cells that may wait.
 _WAITING = 64
 _STAGING = 64 << 20
 
@@ -78,7 +78,7 @@ def store(memory: HugeBuffer, cells: int, count: int, folder: Path) -> tuple[flo
 
 
 def measure(cells: int, count: int, rounds: int) -> list[Result]:
-    """Return the figures of ``rounds`` rounds after one that brings libraries in."""
+    """Return the figures of ``rounds`` rounds, after one warm-up round."""
     memory, random = HugeBuffer(cells * CELL_BYTES), np.random.default_rng(1)
     for at in range(0, cells * CELL_BYTES, CELL_BYTES):
         memory.view(at, at + CELL_BYTES)[:] = random.bytes(CELL_BYTES)
@@ -104,7 +104,7 @@ def measure(cells: int, count: int, rounds: int) -> list[Result]:
 
 
 def main() -> None:
-    """This part alone."""
+    """Run the benchmark and print its figures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

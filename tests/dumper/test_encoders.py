@@ -218,7 +218,7 @@ def test_an_encoder_that_ends_between_its_two_answers_loses_nothing(tmp_path: Pa
 
 @contextmanager
 def before_append(act: Callable[[Encoder, Append, int], None]) -> Iterator[list[tuple[bytes, int]]]:
-    """Call ``act`` before the first `Append` request is sent; give shard and offset of each
+    """Call ``act`` before the first `Append` request is sent; yield the shard and offset of each
     request.
     """
     answer, asked = Encoder._answer, list[tuple[bytes, int]]()
@@ -246,7 +246,7 @@ def test_an_encoder_that_ends_while_it_writes_loses_nothing(
     with local_place(tmp_path / "repository", encrypted=encrypted) as place:
         content = Content()
         with storing(place, count=1) as (writer, staging, pipeline, encoders):
-            # So that the shard holds something when the encoder ends, and is published.
+            # The shard must hold a chunk when the encoder ends, so that it is published.
             content.store(pipeline, staging, KnownCells.none())
             content.change(1)
             begin(encoders)
@@ -274,7 +274,7 @@ def test_an_encoder_that_hangs_while_it_writes_is_killed(
             with before_append(lambda one, *_: os.kill(one.pid, signal.SIGSTOP)):
                 records = content.store(pipeline, staging, KnownCells.none())
             until = time.monotonic() + _WAIT
-            while Path(f"/proc/{encoder.pid}").exists():  # it could write once it continues
+            while Path(f"/proc/{encoder.pid}").exists():  # if it lived, it could still write
                 assert time.monotonic() < until
                 time.sleep(0.01)
             snapshot = commit(place, writer, content, records)
@@ -299,7 +299,7 @@ def test_a_dump_fails_if_an_encoder_may_still_write(
     with local_place(tmp_path / "repository") as place:
         content = Content()
         with (
-            pytest.raises(StoreError, match="cannot be ended"),
+            pytest.raises(StoreError, match="cannot kill encoder"),
             storing(place, count=1) as (_, staging, pipeline, encoders),
         ):
             begin(encoders)
@@ -310,7 +310,7 @@ def test_a_dump_fails_if_an_encoder_may_still_write(
 
 
 def test_equal_cells_are_stored_once(tmp_path: Path) -> None:
-    """Threads that hold several cells do not wait for each other."""
+    """Threads that claim several equal cells do not deadlock."""
     with local_place(tmp_path / "repository") as place:
         content = Content()
         cells = content.bytes.reshape(_CELLS, CELL_BYTES)

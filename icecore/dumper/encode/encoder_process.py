@@ -69,11 +69,11 @@ class EncoderServer:
             peek=True,
         )
         self._tag = overhead(self._key)
-        #: Where forms are encrypted.
+        #: Buffer in which forms are encrypted; None: no encryption.
         self._out = HugeBuffer(CELL_BYTES + codec.MAX_OVERHEAD) if self._tag else None
         self._rooms = HugeBuffer(ROOM_CELLS * CELL_BYTES)
         self._scratch = HugeBuffer(ROOM_CELLS * CELL_BYTES).array.reshape(ROOM_CELLS, CELL_BYTES)
-        #: The chunk of each cell that was read; None: no data pages.
+        #: The chunk of each cell that the last `Load` read; None: no data pages.
         self._chunks: list[Chunk | None] = []
 
     def answer(self, request: Request, descriptors: Sequence[int]) -> Answer:

@@ -69,7 +69,7 @@ class EncoderLost(AppenderLost):
 
 
 class Encoder(FamilyMember, Appender):
-    """One encoder, which appends the chunks of the cells that it has read to shards.
+    """One encoder: it reads cells, and appends their chunks to shards.
 
     Args:
         control: The socket to the encoder.
@@ -99,7 +99,7 @@ class Encoder(FamilyMember, Appender):
     def append(
         self, stream: int, place: Room, wanted: Sequence[Wanted], emit: Sink
     ) -> list[Written]:
-        """See `icecore.store.snapshot.forms.Appender`."""
+        """See `icecore.store.snapshot.forms.Appender.append`. If it fails, the encoder is ended."""
         request = Append(stream, place.shard, place.offset, list(wanted))
         try:
             answer = self._answer(request, [place.descriptor])
@@ -112,13 +112,13 @@ class Encoder(FamilyMember, Appender):
         return answer.chunks
 
     def _end(self) -> None:
-        """Make sure that the encoder writes nothing any more.
+        """Kill the encoder unless it has ended, so that it can no longer write.
 
         Raises:
-            StoreError: It has not ended.
+            StoreError: It did not end in time.
         """
         until = time.monotonic() + _END_SECONDS
-        # While the other end of the socket is open, the process exists: only it has that end.
+        # Only the encoder has the other end of the socket: end of file means that it has ended.
         while (left := until - time.monotonic()) > 0:
             if readable([self.fileno()], 0.0):
                 try:
@@ -131,7 +131,7 @@ class Encoder(FamilyMember, Appender):
                     os.kill(self.pid, signal.SIGKILL)
                 readable([self.fileno()], left)
         raise StoreError(
-            f"an encoder (process {self.pid}) cannot be ended; it may still write to the repository",
+            f"cannot kill encoder process {self.pid}: it did not end within {_END_SECONDS:g} s and may still write to its shard",
             cure="dump again",
         )
 

@@ -1,9 +1,9 @@
 """The protocol between a dump and its encoders (`icecore.dumper.encode.encoder_process`).
 
 Each message (`icecore.host.rpc.packets`) is msgpack. An encoder reads a few cells at once from the
-dumper's memory, and returns the ids of their chunks (`Load`, `Loaded`). The encoder then encodes those
-that have to be stored, and appends their forms, the bytes to store, to a shard that the dumper has
-open (`Append`, `Appended`).
+dumper's memory, and returns the ids of their chunks (`Load`, `Loaded`). The encoder then encodes the
+chunks that the dumper has to store, and appends their *forms* (the bytes to store) to a shard that the
+dumper has open (`Append`, `Appended`).
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Append(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Encode cells, and write their forms one after the other. The descriptor of the shard's file
-    comes with it.
+    """Encode cells, and write their forms one after the other. The message carries the
+    descriptor of the shard's file.
 
     Attributes:
         stream: As in `icecore.store.snapshot.forms.Appender.append`.
         shard, offset: As in `icecore.store.snapshot.forms.Room`.
-        cells: The cells, whose numbers are their indices in the last `Load`.
+        cells: The cells; `Wanted.number` is a cell's index in the last `Load`.
     """
 
     stream: int
@@ -106,8 +106,11 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Appended(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The forms that were written, in the order of `Append`. ``damaged``: fields of the
-    ``store.base_damaged`` events to emit.
+    """The answer to `Append`.
+
+    Attributes:
+        chunks: What was written, in the order of `Append.cells`.
+        damaged: Fields of the ``store.base_damaged`` events to emit.
     """
 
     chunks: list[Written]
@@ -115,8 +118,8 @@ class Appended(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The encoder could not carry out the request, or only part of it; the dumper does the work
-    itself.
+    """The encoder could not carry out the request, or carried out only part of it; the dumper does
+    the work itself.
     """
 
     why: str

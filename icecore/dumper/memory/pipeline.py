@@ -54,8 +54,8 @@ class CellStore(Protocol):
     def store_read(
         self, stream: int, cells: Sequence[ReadCell], appender: Appender
     ) -> tuple[list[np.void], AppenderLost | None]:
-        """Store cells that an appender has read; return their CELL records, and the error of the
-        appender, if this process has stored the rest.
+        """Store cells that an appender has read. Return their CELL records, and the appender's error
+        if it was lost; this process then stored the rest.
         """
 
     def chunk(self, bitmap: bytes, data: memoryview) -> Chunk:
@@ -145,7 +145,7 @@ class SpaceSink:
         number: int,
         read: Named,
     ) -> ReadCell:
-        """Return a cell with data pages that an encoder has read under this number."""
+        """Return a cell with data pages that an encoder has read; ``number`` is its number there."""
 
         def own() -> Chunk:
             bitmap, _, data = self._split(row, slot, scratch)
@@ -387,7 +387,9 @@ class Pipeline:
         return lost is None or self._lose(lost)
 
     def _read(self, items: Sequence[Item], encoder: Encoder) -> list[tuple[int, Named] | None]:
-        """Have an encoder read cells; return what it has read, with its numbers in the encoder."""
+        """Have an encoder read cells; return each with its number in the encoder, or None if the encoder
+        did not read it.
+        """
         cells = [sink.cell(row, slot) for sink, row, slot in items]
         wanted = [cell for cell in cells if cell is not None]
         if not wanted or self._failure is not None:
@@ -409,7 +411,11 @@ class Pipeline:
         scratch: npt.NDArray[np.uint8],
         read: Named | None = None,
     ) -> None:
-        """Store cells in this thread."""
+        """Store cells in this thread, unless an earlier cell failed.
+
+        Args:
+            read: As in `SpaceSink.store`.
+        """
         for item in items:
             self._gate.wait()
             with self._storing([item]):
@@ -419,8 +425,8 @@ class Pipeline:
 
     @contextmanager
     def _storing(self, items: Sequence[Item]) -> Iterator[None]:
-        """Release cells after the context, which stores them unless an earlier one failed. An error
-        in the context is handed to the thread that waits.
+        """Release the cells when the context, which stores them, ends. Hand an error in the context to
+        the thread that waits.
         """
         try:
             try:

@@ -63,7 +63,7 @@ class _Search:
     Attributes:
         top: A path under /proc through which the tree's root directory is reached.
         is_own: Whether a path is the instance's own.
-        users: Users of the job's processes. The init's does not count: it runs icecore's program.
+        users: Users of the job's processes, except icecore's init.
         mounts: Mount points of the tree → types of file systems.
     """
 

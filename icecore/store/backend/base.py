@@ -101,7 +101,7 @@ class Draft(ABC):
 
     Attributes:
         length: Bytes written so far.
-        descriptor: A file to which another process may write from ``length`` on; -1: there is none.
+        descriptor: Descriptor of a file that another process may write from ``length`` on; -1: none.
     """
 
     length: int = 0
@@ -125,8 +125,8 @@ class Draft(ABC):
 
     @abstractmethod
     def cut(self) -> None:
-        """Remove what another process has written to ``descriptor`` and was not taken over. It must
-        not write any more.
+        """Remove what another process has written to ``descriptor`` and :meth:`grow` has not taken
+        over. That process must have stopped writing.
 
         Raises:
             StoreError: As from :meth:`append`.

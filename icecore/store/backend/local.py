@@ -540,7 +540,7 @@ class LocalDraft(Draft):
 
 
 def write_at(descriptor: int, parts: Sequence[Buffer], offset: int) -> int:
-    """Write ``parts`` one after the other from ``offset`` on; return how many bytes they are."""
+    """Write ``parts`` one after the other from ``offset`` on; return their total size in bytes."""
     pending = [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
     at = offset
     while pending:

@@ -76,7 +76,7 @@ class ShardTable:
         return len(self._entries)
 
     def fits(self, length: int, count: int = 1) -> bool:
-        """Return whether ``count`` chunks of ``length`` stored bytes in total still have room."""
+        """Return whether ``count`` more chunks, ``length`` stored bytes in total, fit."""
         return self.used + length <= self.limit and len(self._entries) + count <= SHARD.max_entries
 
     def add(self, chunk: bytes, data: Buffer, base: bytes, number: int, length: int) -> int:

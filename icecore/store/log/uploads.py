@@ -83,7 +83,7 @@ class Uploads:
             draft.grow(count)
 
     def cut(self, draft: Draft) -> None:
-        """Drop what another process has written and the draft has not taken over.
+        """Remove what another process has written and the draft has not taken over.
 
         Raises:
             StoreError: As from :meth:`append`.

@@ -1,8 +1,8 @@
 """The stored forms of chunks: in full or as a delta, in the codec that suits.
 
 This is the part of the writer that needs a chunk's bytes, and it takes nearly all of the writer's
-CPU time. A program can have other processes do it, and append the forms to shards (`Appender`). All
-that these processes need is a way to read shards.
+CPU time. A program can have other processes do it; they append the forms to shards (`Appender`). These
+processes need the key, a way to read shards, and the file of the shard to write.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Room(NamedTuple):
 
     Attributes:
         shard: The shard's name, 16 bytes.
-        descriptor: The file.
+        descriptor: Descriptor of the shard's file.
         offset: Where the shard ends.
     """
 
@@ -58,7 +58,7 @@ class Wanted(NamedTuple):
     """A chunk of an `Appender` that has to be stored.
 
     Attributes:
-        number: Which of its chunks.
+        number: The chunk's number in the appender.
         region: The region that it belongs to, whose chunks are assumed to be similar.
         base: The chunk that it may become a delta of; None: make no delta.
     """
@@ -73,7 +73,7 @@ class Written(NamedTuple):
 
     Attributes:
         number: The number of its codec.
-        length: Its bytes there, those of the encryption included.
+        length: Its stored bytes, including those of the encryption.
         base: The base, if its form is a delta; its bitmap is never empty.
     """
 
@@ -83,7 +83,7 @@ class Written(NamedTuple):
 
 
 class AppenderLost(Exception):
-    """The other process did not do everything. It certainly writes nothing any more."""
+    """The other process did not carry out a request, and can no longer write."""
 
 
 class Appender(ABC):
@@ -93,7 +93,7 @@ class Appender(ABC):
     def append(
         self, stream: int, place: Room, wanted: Sequence[Wanted], emit: Sink
     ) -> list[Written]:
-        """Have it write the forms of chunks one after the other.
+        """Have the process write the forms of chunks one after the other; return what it wrote.
 
         Args:
             stream: The shard stream that the chunks belong to.
@@ -169,7 +169,7 @@ class Chunk:
         id: 32 bytes (`icecore.store.format.chunk.chunk_id`).
         bitmap: The cell's data bitmap, 32 bytes.
         length: Bytes in the data pages.
-        data: These bytes.
+        data: The bytes of the data pages.
     """
 
     def __init__(self, forms: Forms, id: bytes, bitmap: bytes, data: memoryview) -> None:

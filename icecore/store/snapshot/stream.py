@@ -61,8 +61,8 @@ class Lent:
     """The end of a shard while another process writes to it.
 
     Args:
-        table: The shard's.
-        descriptor: The file that holds its draft.
+        table: The shard's table.
+        descriptor: Descriptor of the shard's draft.
     """
 
     def __init__(self, table: ShardTable, descriptor: int) -> None:
@@ -80,7 +80,9 @@ class Lent:
         return self._table.name, self._table.add(chunk, bitmap, own, one.number, one.length)
 
     def take_back(self) -> None:
-        """Drop what was written but not added; the other process writes nothing any more."""
+        """Have the stream remove what was written but not added, and close the shard. The other
+        process must have stopped writing.
+        """
         self.taken_back = True
 
 
@@ -130,7 +132,7 @@ class DraftStream(ShardStream):
     @contextmanager
     def lend(self, most: int, count: int) -> Iterator[Lent]:
         """Let another process write up to ``count`` chunks of ``most`` stored bytes in total. An
-        error in the context discards the shard, and with it the snapshot.
+        error in the context discards the shard, so the snapshot fails.
         """
         with self._lane() as lane:
             table, draft = self._open(lane, most, count)
@@ -139,8 +141,8 @@ class DraftStream(ShardStream):
             yield lent
             self._uploads.grow(draft, table.used - before)
             if lent.taken_back:
-                # Part of a chunk may have been written: no other chunk may take its place, above
-                # all not under the same key and nonce.
+                # A chunk may be partly written here. Another chunk at this offset would reuse its
+                # key and nonce.
                 self._uploads.cut(draft)
                 self._close(lane)
 
@@ -151,7 +153,7 @@ class DraftStream(ShardStream):
         try:
             yield lane
         except BaseException:
-            # Part of a chunk may have been written: nothing else may take its place.
+            # A chunk may be partly written; another at its offset would reuse its key and nonce.
             if lane.draft is not None:
                 lane.draft.discard()
             lane.table = lane.draft = None
@@ -206,7 +208,7 @@ class DraftStream(ShardStream):
         table, draft = lane.table, lane.draft
         lane.table = lane.draft = None
         if table is not None and draft is not None and not len(table):
-            draft.discard()  # an encoder was lost before it had written anything
+            draft.discard()  # an appender was lost before the shard had a chunk
         elif table is not None and draft is not None:
             self._closed(table)
             footer = table.footer(self._keys.shard)

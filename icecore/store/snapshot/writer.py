@@ -77,7 +77,7 @@ class ReadCell(NamedTuple):
     """A cell that an `Appender` has read, for :meth:`SnapshotWriter.store_read`.
 
     Attributes:
-        number: Which of the appender's chunks holds its data pages, at least one.
+        number: The number of its chunk in the appender. The cell has at least one data page.
         cell, region, previous: As in :meth:`SnapshotWriter.store_cell`.
         data_bitmap, zero_bitmap: Its bitmaps.
         chunk: The chunk's id.
@@ -234,10 +234,12 @@ class SnapshotWriter:
     def store_read(
         self, stream: int, cells: Sequence[ReadCell], appender: Appender
     ) -> tuple[list[np.void], AppenderLost | None]:
-        """Store cells that an appender has read, which appends what is not stored yet to a shard.
+        """Store cells that an appender has read: it appends the chunks that are not stored yet to a
+        shard.
 
         Returns:
-            The CELL records; and the error of the appender, if this process has stored the rest.
+            The CELL records, and the appender's error if it was lost; this process then stored the
+            rest.
 
         Raises:
             StoreError: As from :meth:`store_cell`.
@@ -248,8 +250,8 @@ class SnapshotWriter:
         mine: list[int] = []
         lost: AppenderLost | None = None
         try:
-            # Do not wait here for a thread that stores one of these chunks: it may wait for this
-            # one.
+            # Do not wait here for a thread that stores one of these chunks: it may be waiting for a
+            # chunk that this thread has claimed.
             for number, cell in enumerate(cells):
                 held = self._take(cell.chunk, cell.length)
                 if held is None:
@@ -289,8 +291,8 @@ class SnapshotWriter:
         stored: dict[int, Stored],
         appender: Appender,
     ) -> AppenderLost | None:
-        """Have the appender store the cells ``mine``, and add how they are stored to ``stored``. If
-        the appender is lost, store them here.
+        """Have the appender store the cells ``mine``, and record in ``stored`` how they are stored. If
+        the appender is lost, store them in this process, and return its error.
         """
         wanted = [
             Wanted(cells[number].number, cells[number].region, self._candidate(before[number]))
@@ -492,7 +494,8 @@ class SnapshotWriter:
 
     def _take(self, chunk: bytes, length: int) -> Stored | _Claim | None:
         """Return how the chunk is stored in this session, or the claim of the thread that is storing
-        it now; or None: then this thread must store it and call :meth:`_settle`.
+        it now. Otherwise claim it and return None: this thread must store it and call
+        :meth:`_settle`.
         """
         with self._lock:
             held = self._chunks.get(chunk)
@@ -517,7 +520,9 @@ class SnapshotWriter:
         self._statistics.reused_from[where] += 1
 
     def _elsewhere(self, chunk: bytes, before: Row | None, length: int) -> Stored | None:
-        """Return how the chunk is stored in the parent, or in another snapshot."""
+        """Return how the chunk is stored in the parent or another snapshot, and count it as reused; or
+        None.
+        """
         where, stored = self._find_elsewhere(chunk, before)
         if stored is None or not (
             stored.place.codec & codec.DELTA or self._can_be(stored.place, length)
@@ -581,7 +586,7 @@ class SnapshotWriter:
         return self._how(chunk.id, Place(shard, offset, length, number), base)
 
     def _how(self, chunk: bytes, place: Place, base: Candidate | None) -> Stored:
-        """Return how a chunk is stored that was written to ``place``."""
+        """Return how a chunk written to ``place`` is stored, and remember its base's bitmap."""
         if base is None:
             return Stored(place)
         self._base_bitmaps[chunk, base.chunk] = base.bitmap

@@ -230,8 +230,8 @@ def test_data_of_a_user_is_dumped_and_restored(node: Node) -> None:
     words = ["run", "-d", "--name", "filed", "--data", str(data), "--"]
     node.ok(ALICE, *words, "sh", "-c", FILED, "sh", str(data))
     until(lambda: len(list(data.iterdir())) > 5, "5 files")
-    # A directory of root's, like those that programs make beside the job. It is not the job's,
-    # although icecore's init in the job is root's, too.
+    # A directory owned by root, such as programs outside the job create. It does not belong to the
+    # job, although icecore's init in the job also runs as root.
     with tempfile.TemporaryDirectory(prefix="icecore-not-the-jobs-"):
         snapshot = node.ok(ALICE, "dump", "filed").split()[0]
     taken = len(list(data.iterdir()))
