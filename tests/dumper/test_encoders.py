@@ -5,6 +5,7 @@ threads only, and lose nothing if an encoder is lost.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import signal
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,17 +25,18 @@ from icecore.dumper.encode.encoders import Encoder, EncoderLost, Encoders, encod
 from icecore.dumper.encode.protocol import Answer, Append, Cell, Load
 from icecore.dumper.gpu.resident_copy import Places
 from icecore.dumper.memory.background import NICE
+from icecore.dumper.memory.budget import CpuBudget
 from icecore.dumper.memory.cells import EXTENT, plan_cells
 from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.pipeline import Pipeline
 from icecore.dumper.memory.staging import Staging
-from icecore.errors import StoreError
 from icecore.restorer.guard.guard_process import descendants
 from icecore.sizes import CELL_BYTES, CELL_PAGES, PAGE
 from icecore.store.backend.local import write_at
 from icecore.store.format import codec
 from icecore.store.format.fingerprints import FINGERPRINT
 from icecore.store.format.manifest import Region
+from icecore.store.snapshot.forms import Written
 from icecore.store.snapshot.trial import Objective
 from icecore.store.snapshot.writer import SnapshotWriter
 from tests.store.images import KINDS, Place, local_place, make_data
@@ -284,29 +287,86 @@ def test_an_encoder_that_hangs_while_it_writes_is_killed(
         ]
 
 
-def test_a_dump_fails_if_an_encoder_may_still_write(
+def test_a_dump_waits_for_an_encoder_that_may_still_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """While the storage does not answer, a process that writes to it cannot be killed."""
     monkeypatch.setattr("icecore.dumper.encode.encoders._PATIENCE_SECONDS", 1.0)
     monkeypatch.setattr("icecore.dumper.encode.encoders._END_SECONDS", 0.2)
-    pids = []
+    kill, tried = os.kill, list[float]()
 
     def stop(encoder: Encoder, *_: object) -> None:
-        os.kill(encoder.pid, signal.SIGSTOP)
-        pids.append(encoder.pid)
-        monkeypatch.setattr("icecore.dumper.encode.encoders.os.kill", lambda *_: None)
+        kill(encoder.pid, signal.SIGSTOP)
+
+    def in_vain(pid: int, number: int) -> None:
+        tried.append(time.monotonic())
+        if len(tried) > 5:
+            kill(pid, number)
+
+    monkeypatch.setattr("icecore.dumper.encode.encoders.os.kill", in_vain)
+    with local_place(tmp_path / "repository") as place:
+        content = Content()
+        with storing(place, count=1) as (writer, staging, pipeline, encoders):
+            begin(encoders)
+            with before_append(stop):
+                records = content.store(pipeline, staging, KnownCells.none())
+            snapshot = commit(place, writer, content, records)
+        check(place, snapshot, content)
+    assert len(tried) == 6 and tried[-1] - tried[0] > 0.9
+    assert reported(place) == [("dump.encoder_lost", "an encoder process gave no answer for 1 s")]
+
+
+def test_a_request_that_cannot_be_sent_loses_nothing(tmp_path: Path) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ETOOMANYREFS, os.strerror(errno.ETOOMANYREFS))
 
     with local_place(tmp_path / "repository") as place:
         content = Content()
+        with storing(place, count=1) as (writer, staging, pipeline, encoders):
+            begin(encoders)
+            with before_append(refuse):
+                records = content.store(pipeline, staging, KnownCells.none())
+            snapshot = commit(place, writer, content, records)
+        check(place, snapshot, content)
+        ((name, error),) = reported(place)
+        assert name == "dump.encoder_lost" and "Too many references" in error
+
+
+def test_an_answer_that_is_too_short_fails_the_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its shard is gone, and with it chunks that count as stored."""
+    append = Encoder.append
+
+    def short(*words: Any) -> list[Written]:
+        return append(*words)[1:]
+
+    monkeypatch.setattr(Encoder, "append", short)
+    with local_place(tmp_path / "repository") as place:
+        content = Content()
         with (
-            pytest.raises(StoreError, match="cannot kill encoder"),
-            storing(place, count=1) as (_, staging, pipeline, encoders),
+            pytest.raises(ValueError, match="shorter"),
+            storing(place, count=1) as (writer, staging, pipeline, encoders),
         ):
             begin(encoders)
-            with before_append(stop):
+            try:
                 content.store(pipeline, staging, KnownCells.none())
-        monkeypatch.undo()
-        assert len(pids) == 1
+            finally:
+                until = time.monotonic() + _WAIT  # another thread may be storing a chunk
+                while any(isinstance(one, threading.Event) for one in writer._chunks.values()):
+                    assert time.monotonic() < until
+                    time.sleep(0.01)
+                with pytest.raises(ValueError, match="shorter"):
+                    writer._uploads.check()
+
+
+def test_a_small_bound_on_cpu_time_allows_small_pieces_only() -> None:
+    assert CpuBudget(lambda: 0.0).small is False
+    budget = CpuBudget(lambda: 0.0)
+    budget.bound(0.5)
+    assert budget.small
+    budget.bound(2.0)
+    assert not budget.small
 
 
 def test_equal_cells_are_stored_once(tmp_path: Path) -> None:

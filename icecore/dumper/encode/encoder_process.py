@@ -73,24 +73,23 @@ class EncoderServer:
         self._out = HugeBuffer(CELL_BYTES + codec.MAX_OVERHEAD) if self._tag else None
         self._rooms = HugeBuffer(ROOM_CELLS * CELL_BYTES)
         self._scratch = HugeBuffer(ROOM_CELLS * CELL_BYTES).array.reshape(ROOM_CELLS, CELL_BYTES)
+        #: The shard to which it writes.
+        self._file = -1
         #: The chunk of each cell that the last `Load` read; None: no data pages.
         self._chunks: list[Chunk | None] = []
 
     def answer(self, request: Request, descriptors: Sequence[int]) -> Answer:
-        """Carry out a request, and close the descriptors that came with it."""
+        """Carry out a request. Descriptors that come with it become this object's."""
         try:
             match request:
                 case Load():
                     return self._load(request)
                 case Append():
-                    return self._append(request, *descriptors)
+                    return self._append(request, descriptors)
                 case Open():
                     raise ValueError("a second opening")
         except (IcecoreError, OSError) as error:
             return Failed(str(error))
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
 
     def _load(self, request: Load) -> Loaded:
         self._chunks.clear()
@@ -117,7 +116,13 @@ class EncoderServer:
         self._chunks.append(chunk)
         return Named(chunk.id, bitmap, zero, chunk.length, chunk.zero)
 
-    def _append(self, request: Append, file: int) -> Appended:
+    def _append(self, request: Append, descriptors: Sequence[int]) -> Appended:
+        if descriptors:
+            # Network file systems write everything back before they close a file, so it stays open
+            # until the next shard.
+            before, (self._file,) = self._file, descriptors
+            if before >= 0:
+                os.close(before)
         at, written = request.offset, []
         for one in request.cells:
             chunk = self._chunks[one.number]
@@ -128,7 +133,7 @@ class EncoderServer:
                 room = self._out.view(0, length)
                 place_chunk(self._key, request.shard, at, chunk.id, parts, room)
                 parts = [room]
-            write_at(file, parts, at)
+            assert write_at(self._file, parts, at) == length
             written.append(Written(form.number, length, form.base))
             at += length
         damaged, self._damaged = self._damaged, []

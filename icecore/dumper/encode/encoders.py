@@ -26,7 +26,6 @@ from icecore.dumper.encode.protocol import (
     Open,
     Ready,
 )
-from icecore.errors import StoreError
 from icecore.events import Event, Sink
 from icecore.host.kernel import limits
 from icecore.host.kernel.cpu import usable_cores
@@ -83,6 +82,8 @@ class Encoder(FamilyMember, Appender):
     def __init__(self, control: socket.socket, patience: float, order: Open) -> None:
         super().__init__(control, patience, Answer)
         self.pid = 0
+        #: The shard whose file the encoder has open.
+        self._shard = b""
         self._packet = memoryview(bytearray(packets.PACKET))
         self._send(order)
 
@@ -101,25 +102,27 @@ class Encoder(FamilyMember, Appender):
     ) -> list[Written]:
         """See `icecore.store.snapshot.forms.Appender.append`. If it fails, the encoder is ended."""
         request = Append(stream, place.shard, place.offset, list(wanted))
+        sent = [place.descriptor] if place.shard != self._shard else []
+        self._shard = place.shard
         try:
-            answer = self._answer(request, [place.descriptor])
+            answer = self._answer(request, sent)
         except EncoderLost:
             self._end()
             raise
+        except OSError as error:  # for instance: too many descriptors are on their way in sockets
+            self._end()
+            raise EncoderLost(f"an encoder cannot be asked: {error}") from error
         assert isinstance(answer, Appended)
         for fields in answer.damaged:
             emit(Event("store.base_damaged", fields))
         return answer.chunks
 
     def _end(self) -> None:
-        """Kill the encoder unless it has ended, so that it can no longer write.
-
-        Raises:
-            StoreError: It did not end in time.
+        """Kill the encoder unless it has ended, and wait until it can no longer write. If the storage
+        does not answer, that takes as long as the dumper's own writing would.
         """
-        until = time.monotonic() + _END_SECONDS
         # Only the encoder has the other end of the socket: end of file means that it has ended.
-        while (left := until - time.monotonic()) > 0:
+        while True:
             if readable([self.fileno()], 0.0):
                 try:
                     if not self._control.recv_into(self._packet):
@@ -127,13 +130,10 @@ class Encoder(FamilyMember, Appender):
                 except ConnectionError:
                     return
             else:
-                with suppress(ProcessLookupError):
-                    os.kill(self.pid, signal.SIGKILL)
-                readable([self.fileno()], left)
-        raise StoreError(
-            f"cannot kill encoder process {self.pid}: it did not end within {_END_SECONDS:g} s and may still write to its shard",
-            cure="dump again",
-        )
+                if self.pid:
+                    with suppress(ProcessLookupError):
+                        os.kill(self.pid, signal.SIGKILL)
+                readable([self.fileno()], _END_SECONDS)
 
     def _answer(self, request: Load | Append, descriptors: Sequence[int] = ()) -> Answer:
         answer: Answer = self._ask(request, descriptors)

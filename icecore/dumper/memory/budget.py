@@ -102,6 +102,13 @@ class CpuBudget:
         if self._cores:
             self.bound(self._cores)
 
+    @property
+    def small(self) -> bool:
+        """Whether work has to come in small pieces: several threads would otherwise use more in one
+        piece than is made up for.
+        """
+        return self._cores < 1 and not self._lifted.is_set()
+
     def pause(self) -> None:
         """Wait until the CPU time used so far is allowed. Call it after each piece of work."""
         if self._lifted.is_set():

@@ -327,6 +327,8 @@ class Pipeline:
     def _more(self) -> list[Item]:
         """Return some more items for one encoder, if many are queued."""
         more: list[Item] = []
+        if self._budget.small:
+            return more
         while len(more) < ROOM_CELLS - 1 and self._queue.qsize() > 2 * len(self._threads):
             try:
                 item = self._queue.get_nowait()

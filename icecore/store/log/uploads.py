@@ -95,13 +95,17 @@ class Uploads:
         """Publish a draft of ``size`` bytes in the background."""
         self._run(draft.publish(), kind, identity, size, None)
 
+    def fail(self, error: BaseException) -> None:
+        """Note an error that makes a commit impossible; every later call raises the first one."""
+        with self._change:
+            self._failure = self._failure or error
+
     @contextmanager
     def _noting(self) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            with self._change:
-                self._failure = self._failure or error
+            self.fail(error)
             raise
 
     def _run(

@@ -103,7 +103,6 @@ class Appender(ABC):
 
         Raises:
             AppenderLost: It did not write all of them.
-            StoreError: It did not write all of them, and may still be writing.
         """
 
 

@@ -152,8 +152,10 @@ class DraftStream(ShardStream):
         lane = self._take()
         try:
             yield lane
-        except BaseException:
-            # A chunk may be partly written; another at its offset would reuse its key and nonce.
+        except BaseException as error:
+            # A chunk may be partly written; another at its offset would reuse its key and nonce. The
+            # shard's other chunks count as stored, so the snapshot fails.
+            self._uploads.fail(error)
             if lane.draft is not None:
                 lane.draft.discard()
             lane.table = lane.draft = None

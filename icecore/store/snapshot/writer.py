@@ -264,8 +264,11 @@ class SnapshotWriter:
                         mine.pop()
                 if isinstance(held, Stored):
                     stored[number] = held
-            if mine:
-                lost = self._append(stream, cells, before, mine, stored, appender)
+            # No more at once than fits into a shard.
+            step = max(1, self._repository.config.parameters.shard_bytes // CELL_BYTES)
+            for at in range(0, len(mine), step):
+                some = mine[at : at + step]
+                lost = self._append(stream, cells, before, some, stored, appender) or lost
         except BaseException:
             for number in mine:
                 if number not in stored:
@@ -319,6 +322,7 @@ class SnapshotWriter:
             self._settle(cells[number].chunk, place_of)
         if lost is not None:
             for number in mine:
+                self._uploads.check()
                 cell = cells[number]
                 made = self._store(stream, cell.region, cell.own(), before[number])
                 stored[number] = self._count(made)
