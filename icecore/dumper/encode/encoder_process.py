@@ -133,7 +133,8 @@ class EncoderServer:
                 room = self._out.view(0, length)
                 place_chunk(self._key, request.shard, at, chunk.id, parts, room)
                 parts = [room]
-            assert write_at(self._file, parts, at) == length
+            if write_at(self._file, parts, at) != length:
+                raise ValueError("a form has another length than it says")
             written.append(Written(form.number, length, form.base))
             at += length
         damaged, self._damaged = self._damaged, []

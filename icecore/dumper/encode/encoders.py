@@ -26,8 +26,9 @@ from icecore.dumper.encode.protocol import (
     Open,
     Ready,
 )
+from icecore.errors import NotFound
 from icecore.events import Event, Sink
-from icecore.host.kernel import limits
+from icecore.host.kernel import limits, procfs
 from icecore.host.kernel.cpu import usable_cores
 from icecore.host.kernel.waiting import readable
 from icecore.host.rpc import packets
@@ -121,7 +122,6 @@ class Encoder(FamilyMember, Appender):
         """Kill the encoder unless it has ended, and wait until it can no longer write. If the storage
         does not answer, that takes as long as the dumper's own writing would.
         """
-        # Only the encoder has the other end of the socket: end of file means that it has ended.
         while True:
             if readable([self.fileno()], 0.0):
                 try:
@@ -129,11 +129,17 @@ class Encoder(FamilyMember, Appender):
                         return
                 except ConnectionError:
                     return
+            elif self._has_ended():  # something else still has its end of the socket
+                return
             else:
-                if self.pid:
-                    with suppress(ProcessLookupError):
-                        os.kill(self.pid, signal.SIGKILL)
+                os.kill(self.pid, signal.SIGKILL)
                 readable([self.fileno()], _END_SECONDS)
+
+    def _has_ended(self) -> bool:
+        try:
+            return procfs.is_zombie(self.pid)
+        except NotFound:
+            return True
 
     def _answer(self, request: Load | Append, descriptors: Sequence[int] = ()) -> Answer:
         answer: Answer = self._ask(request, descriptors)

@@ -78,8 +78,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Append(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Encode cells, and write their forms one after the other. The message carries the
-    descriptor of the shard's file, if the previous one was for another shard.
+    """Encode cells, and write their forms one after the other. The message carries the descriptor
+    of the shard's file, if the previous one was for another shard.
 
     Attributes:
         stream: As in `icecore.store.snapshot.forms.Appender.append`.
