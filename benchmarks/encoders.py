@@ -3,8 +3,8 @@
 cell, and cells per second.
 
 Cells of random bytes, all different, wait in this process's memory, as copies of device memory do.
-The repository lies on tmpfs. The CPU time excludes the encoders. To compare two
-versions, run this file in a checkout of each.
+The repository lies on tmpfs. The CPU time excludes the encoders. To compare two versions,
+run this file in a checkout of each.
 """
 
 from __future__ import annotations

@@ -239,6 +239,24 @@ def before_append(act: Callable[[Encoder, Append, int], None]) -> Iterator[list[
         yield asked
 
 
+def store_despite(place: Place, act: Callable[[Encoder, Append, int], None]) -> None:
+    """Store with one encoder, which ``act`` makes fail before it is first asked to append. Check
+    that it has ended, and what was stored.
+    """
+    content = Content()
+    with storing(place, count=1) as (writer, staging, pipeline, encoders):
+        begin(encoders)
+        (encoder,) = encoders._all
+        with before_append(act):
+            records = content.store(pipeline, staging, KnownCells.none())
+        until = time.monotonic() + _WAIT
+        while not encoder._has_ended():  # if it lived, it could still write
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        snapshot = commit(place, writer, content, records)
+    check(place, snapshot, content)
+
+
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
 def test_an_encoder_that_ends_while_it_writes_loses_nothing(
     tmp_path: Path, encrypted: bool
@@ -271,18 +289,7 @@ def test_an_encoder_that_hangs_while_it_writes_is_killed(
 ) -> None:
     monkeypatch.setattr("icecore.dumper.encode.encoders._PATIENCE_SECONDS", 1.5)
     with local_place(tmp_path / "repository") as place:
-        content = Content()
-        with storing(place, count=1) as (writer, staging, pipeline, encoders):
-            begin(encoders)
-            (encoder,) = encoders._all
-            with before_append(lambda one, *_: os.kill(one.pid, signal.SIGSTOP)):
-                records = content.store(pipeline, staging, KnownCells.none())
-            until = time.monotonic() + _WAIT
-            while Path(f"/proc/{encoder.pid}").exists():  # if it lived, it could still write
-                assert time.monotonic() < until
-                time.sleep(0.01)
-            snapshot = commit(place, writer, content, records)
-        check(place, snapshot, content)
+        store_despite(place, lambda one, *_: os.kill(one.pid, signal.SIGSTOP))
         assert reported(place) == [
             ("dump.encoder_lost", "an encoder process gave no answer for 2 s")
         ]
@@ -306,13 +313,7 @@ def test_a_dump_waits_for_an_encoder_that_may_still_write(
 
     monkeypatch.setattr("icecore.dumper.encode.encoders.os.kill", in_vain)
     with local_place(tmp_path / "repository") as place:
-        content = Content()
-        with storing(place, count=1) as (writer, staging, pipeline, encoders):
-            begin(encoders)
-            with before_append(stop):
-                records = content.store(pipeline, staging, KnownCells.none())
-            snapshot = commit(place, writer, content, records)
-        check(place, snapshot, content)
+        store_despite(place, stop)
     assert len(tried) == 6 and tried[-1] - tried[0] > 0.9
     assert reported(place) == [("dump.encoder_lost", "an encoder process gave no answer for 1 s")]
 
@@ -322,13 +323,7 @@ def test_a_request_that_cannot_be_sent_loses_nothing(tmp_path: Path) -> None:
         raise OSError(errno.ETOOMANYREFS, os.strerror(errno.ETOOMANYREFS))
 
     with local_place(tmp_path / "repository") as place:
-        content = Content()
-        with storing(place, count=1) as (writer, staging, pipeline, encoders):
-            begin(encoders)
-            with before_append(refuse):
-                records = content.store(pipeline, staging, KnownCells.none())
-            snapshot = commit(place, writer, content, records)
-        check(place, snapshot, content)
+        store_despite(place, refuse)
         ((name, error),) = reported(place)
         assert name == "dump.encoder_lost" and "Too many references" in error
 
