@@ -41,6 +41,8 @@ from icecore.store.snapshot.trial import Objective
 #: Bytes that threads store before encoders are worth starting. All encoders together take a quarter
 #: of a second of CPU time to start, and each takes a few hundredths more.
 PAYS_BYTES = 512 << 20
+#: Bytes that, if they will probably be stored, make it worth starting encoders before that.
+EXPECTED_BYTES = 2 << 30
 #: With fewer cores, threads are as fast. With more, the job and the writing threads need some.
 _LEAST_CORES = 5
 _MOST = 16

@@ -15,7 +15,13 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from icecore.dumper.encode.encoders import PAYS_BYTES, Encoder, EncoderLost, Encoders
+from icecore.dumper.encode.encoders import (
+    EXPECTED_BYTES,
+    PAYS_BYTES,
+    Encoder,
+    EncoderLost,
+    Encoders,
+)
 from icecore.dumper.encode.protocol import ROOM_CELLS, Cell, Named
 from icecore.dumper.encode.zero_pages import NO_PAGES, without_zero_pages
 from icecore.dumper.memory.background import lower_priority
@@ -241,6 +247,7 @@ class Pipeline:
         staging.when_empty = self._spill
         self._failure: BaseException | None = None
         self._advance: Advance = unwatched
+        self._starter: threading.Thread | None = None
         self.spilled = False
         self._threads = [
             threading.Thread(target=self._run, name=f"encode-{i}", daemon=True)
@@ -254,6 +261,22 @@ class Pipeline:
     ) -> SpaceSink:
         """Return a sink for the cells of one space, which go to shard stream ``stream``."""
         return SpaceSink(self, stream, plan, regions, known)
+
+    def expect(self, size: int) -> None:
+        """Start the encoders in the background if ``size`` bytes, which will probably be stored, are
+        worth it.
+        """
+        if self._encoders is None or size < EXPECTED_BYTES or self._starter is not None:
+            return
+        self._starter = threading.Thread(target=self._start_ahead, name="encoders", daemon=True)
+        self._starter.start()
+
+    def _start_ahead(self) -> None:
+        lower_priority()  # encoders and their threads inherit it
+        try:
+            self._start_encoders()
+        except EncoderLost as error:
+            self._lose(error)
 
     def put(self, sink: SpaceSink, row: int, slot: Slot) -> None:
         """Queue one cell.
@@ -469,10 +492,21 @@ class Pipeline:
             return None
         if not encoders.started:
             much = self._stored >= PAYS_BYTES and self._queue.qsize() >= len(self._threads)
-            if not (much or encoders.eager) or not encoders.start():
+            if not (much or encoders.eager) or not self._start_encoders():
                 return None
-            self._add_threads(encoders.count)
         return encoders.take()
+
+    def _start_encoders(self) -> bool:
+        """Start the encoders, and threads for those that have none; return whether this call did.
+
+        Raises:
+            EncoderLost: Encoders, or threads for them, cannot be started.
+        """
+        encoders = self._encoders
+        if encoders is None or not encoders.start():
+            return False
+        self._add_threads(encoders.count)
+        return True
 
     def _add_threads(self, count: int) -> None:
         """Start threads until there is one for each encoder.
@@ -513,6 +547,8 @@ class Pipeline:
             self._encoders.stop_waiting()
             if error is not None:
                 self._encoders.kill()  # one that hangs would delay the end
+        if self._starter is not None:
+            self._starter.join()
         with self._change:
             self._over = True
             threads = list(self._threads)

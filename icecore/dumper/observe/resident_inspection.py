@@ -93,7 +93,7 @@ def inspect_resident(
     """Find the GPU processes with resident memory.
 
     Args:
-        staging_bytes: What is pinned for copies in any case.
+        staging_bytes: What is pinned for copies unless their GPU has ample room.
 
     Returns:
         ``gpus`` with resident memory deducted, and what was found; None: no process has any.

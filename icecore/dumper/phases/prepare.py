@@ -22,6 +22,7 @@ from icecore.dumper.gpu.devices import Devices
 from icecore.dumper.gpu.resident import Resident
 from icecore.dumper.memory.early import ALL_STOPPED
 from icecore.dumper.memory.open_files import OpenFiles, open_files
+from icecore.dumper.memory.parent import Parent
 from icecore.dumper.memory.precopy import PreCopied
 from icecore.dumper.memory.shared import SharedMemory, open_shared
 from icecore.dumper.observe.files import FoundFile, find_files, read_opened, tree_pids
@@ -39,6 +40,7 @@ from icecore.host.criu.log import RESTLESS
 from icecore.host.criu.program import explain
 from icecore.host.kernel import limits, oom, procfs
 from icecore.host.kernel.scanning import native_scan_lacks
+from icecore.host.resident.copyplan import NOTHING
 from icecore.host.workdir import LOCK, make_work_directory
 from icecore.store.format.manifest import Manifest
 
@@ -129,6 +131,7 @@ def prepare(request: Request, accepted: Accepted, stack: ExitStack) -> Ready:
         last=request.stopping.asked,
     )
     request.stopping.when_asked(storing.budget.lift_for_good)
+    storing.pipeline.expect(_expected(found, storing.parent))
     if storing.parent is not None:
         _warn_of_another_program(request, storing.parent.manifest)
         storing.parent.prepare()
@@ -155,6 +158,14 @@ def prepare(request: Request, accepted: Accepted, stack: ExitStack) -> Ready:
     return Ready(
         images, guard, devices, storing, copied, shared, files, hiding, claim, window, data
     )
+
+
+def _expected(found: Inspection, parent: Parent | None) -> int:
+    """Return how many bytes will probably be stored: as many as changed in the parent, or all."""
+    if parent is not None:
+        return parent.manifest.sizes.changed
+    device, host, left = found.resident.copies if found.resident is not None else NOTHING
+    return found.private_bytes + sum(device.values()) + sum(host.values()) + left
 
 
 def _require_budget(

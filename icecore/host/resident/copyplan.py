@@ -20,6 +20,8 @@ from icecore.sizes import CELL_BYTES as CELL
 
 #: No copy is larger, so that streams share the work evenly.
 LARGEST = 64 << 20
+#: Bytes of pinned memory through which copies on a device are stored, if there is so much memory.
+THROUGH = 256 << 20
 
 
 class To(Enum):
@@ -97,11 +99,14 @@ def pinned_bytes(
         spare: By device, bytes of its memory that copies may take.
         wanted: By device, how many of its bytes are likely to change.
         likely: How many are on all devices together, at the most.
-        staging: Pinned in any case, where there is so much.
+        staging: Pinned where a device has little room beyond all of its allocations: the job may
+            take some of it before the window.
         available: Bytes of the host's memory that may be taken at all.
     """
     short = min(likely, sum(max(0, size - spare.get(device, 0)) for device, size in wanted.items()))
-    return max(min(staging, sum(sizes.values()), available // 4), min(short, available // 2))
+    beyond = min((spare.get(device, 0) - size for device, size in sizes.items()), default=0)
+    reserve = max(min(staging, 2 * staging - beyond), min(staging, THROUGH))
+    return max(min(reserve, sum(sizes.values()), available // 4), min(short, available // 2))
 
 
 class Foreseen(NamedTuple):
