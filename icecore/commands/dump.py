@@ -72,7 +72,7 @@ def add(commands: Commands) -> None:
         "encoders",
         "processes that encode in place of threads, if the repository is a directory",
         "--encoders",
-        default="five for every eight cores, at most 16; none with fewer than five cores or for small dumps",
+        default="seven for every eight cores, at most 16; none with fewer than five cores or for small dumps",
     )
     setting(
         "background_cpu",

@@ -42,7 +42,7 @@ class DumpOptions:
         tags: Free tags of the snapshot.
         pinned: Never forget this snapshot by policy.
         encoders: Number of processes that encode in place of threads, if the repository is a
-            directory. 0: five for every eight cores, up to 16, on machines with five cores or more,
+            directory. 0: seven for every eight cores, up to 16, on machines with five cores or more,
             once half a gigabyte is stored and more cells are waiting.
         scan_threads: Number of scan threads, and of encoding threads. 0: one scan thread per core,
             up to twelve (eight, if scanning needs the interpreter), and up to four encoding threads.

@@ -602,8 +602,8 @@ def test_a_dump_that_fails_ends_its_encoders(tmp_path: Path) -> None:
     ("cores", "memory", "count"),
     [
         (4, 64 << 30, 0),
-        (5, 64 << 30, 3),
-        (16, 64 << 30, 10),
+        (5, 64 << 30, 4),
+        (16, 64 << 30, 14),
         (200, 64 << 30, 16),
         (16, 256 << 20, 4),
     ],

@@ -63,7 +63,7 @@ def encoders_for(cores: int | None = None, memory: int | None = None) -> int:
     """
     cores = cores or int(usable_cores())
     memory = limits.memory_available() // 8 if memory is None else memory
-    return 0 if cores < _LEAST_CORES else min(cores * 5 // 8, _MOST, memory // _BYTES)
+    return 0 if cores < _LEAST_CORES else min(cores * 7 // 8, _MOST, memory // _BYTES)
 
 
 class EncoderLost(AppenderLost):

@@ -109,17 +109,14 @@ class Devices:
         staging_bytes: int,
         context: ScanContext,
         parent: Parent | None,
-        *,
-        pre_copy: int | None = None,
     ) -> None:
-        """Wait until CUDA is initialised in the helper, and query the processes' states.
+        """Wait until CUDA is initialised in the helper, query the processes' states, and prepare
+        copies of resident memory.
 
         Args:
             staging_bytes: Bound on pinned host memory for copies of resident memory; memory that is
                 likely to change and has no room on its GPU comes on top.
             context, parent: What stores these copies, and what they are compared with.
-            pre_copy: Store resident memory without room on its GPU before the window if there are
-                at least this many bytes of it; None: never.
 
         Raises:
             MissingTool: The driver's calls cannot be made.
@@ -157,8 +154,21 @@ class Devices:
                 running.fields |= self._resident.prepare(
                     staging_bytes, context, parent, moved=self._inspection.most_bytes
                 )
-            if pre_copy is not None:
-                self._resident.pre_copy(context, parent, least=pre_copy)
+
+    def give_up(self) -> None:
+        """Make `require`, which runs in another thread, end soon: the dump has failed."""
+        if self._resident is not None:
+            self._resident.give_up()
+
+    def pre_copy(self, context: ScanContext, parent: Parent | None, *, least: int) -> None:
+        """Store resident memory without room on its GPU before the window, after `require`.
+
+        Args:
+            context, parent: As for `require`.
+            least: Bytes without room from which on it pays off.
+        """
+        if self._resident is not None:
+            self._resident.pre_copy(context, parent, least=least)
 
     @property
     def foreseen(self) -> Foreseen | None:

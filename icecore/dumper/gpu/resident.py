@@ -112,6 +112,10 @@ class Resident:
             os.close(self._directory)
             self._directory = -1
 
+    def give_up(self) -> None:
+        """End the worker at once; what waits for it fails."""
+        self._worker.kill()
+
     @property
     def copying_pids(self) -> frozenset[int]:
         """Return the processes whose memory is away that make the driver's copies themselves."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -51,3 +51,35 @@ def in_background(work: Callable[[], T], stop: threading.Event) -> T:
     if failures:
         raise failures[0]
     return results[0]
+
+
+@contextmanager
+def beside(work: Callable[[], object], interrupt: Callable[[], None]) -> Iterator[None]:
+    """Run ``work`` in another thread, at this thread's priority, until the context is left.
+
+    Args:
+        interrupt: Makes the work end soon. Called if the context fails; an error of the work is then
+            dropped.
+
+    Raises:
+        The work's error, when the context is left.
+    """
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="beside")
+    thread.start()
+    try:
+        yield
+        thread.join()
+    except BaseException:
+        interrupt()
+        thread.join()
+        raise
+    if failures:
+        raise failures[0]

@@ -8,8 +8,8 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from icecore.dumper.freeze.guard import DumpGuard
 from icecore.dumper.freeze.window import TreeRestless, Window
 from icecore.dumper.gpu.devices import Devices
 from icecore.dumper.gpu.resident import Resident
+from icecore.dumper.memory.background import beside
 from icecore.dumper.memory.early import ALL_STOPPED
 from icecore.dumper.memory.open_files import OpenFiles, open_files
 from icecore.dumper.memory.parent import Parent
@@ -142,14 +143,15 @@ def prepare(request: Request, accepted: Accepted, stack: ExitStack) -> Ready:
     shared, files = shared.map(stack), files.map(stack)
     activity = look_ahead(options, found, (shared, files), storing.budget)
     data = _data(request, storing, stack)
-    copied = pre_copy(request, found, storing, (shared, files), activity)
-    _require_budget(request, found, files, storing)
+    claim = _claim(request, found, stack) if devices is not None else None
+    with _devices_beside(request, devices, storing):
+        copied = pre_copy(request, found, storing, (shared, files), activity)
+        _require_budget(request, found, files, storing)
     learnt = [*copied.values(), *shared.expected, *files.expected]
     reserve(found, storing, learnt, shared.used + files.volatile, threads)
-    claim = _claim(request, found)
-    stack.callback(claim.release)
+    claim = claim or _claim(request, found, stack)
     if devices is not None:
-        _prepare_devices(request, found, devices, storing)
+        _pre_copy_devices(request, found, devices, storing)
     if data is not None:
         with storing.staging.limited(PRE_COPY_STAGING):
             data.look_ahead(lambda: _open_files(request), once=True)
@@ -326,7 +328,7 @@ def _warn_of_another_program(request: Request, parent: Manifest) -> None:
         )
 
 
-def _claim(request: Request, found: Inspection) -> Claim:
+def _claim(request: Request, found: Inspection, stack: ExitStack) -> Claim:
     """Claim the tree's window, and those of its GPU processes. Two dumps that inspect device memory
     at once would take the room on the GPU from each other's window, and each would end the other's
     inspection.
@@ -334,20 +336,35 @@ def _claim(request: Request, found: Inspection) -> Claim:
     with_devices = (
         [process.pid for process in found.gpus.processes] if found.gpus is not None else []
     )
-    return Claim(
+    claim = Claim(
         {request.target.pid, *with_devices},
         _CLAIM_DEVICES_SECONDS if with_devices else _CLAIM_SECONDS,
     )
+    stack.callback(claim.release)
+    return claim
 
 
-def _prepare_devices(
+@contextmanager
+def _devices_beside(request: Request, devices: Devices | None, storing: Storing) -> Iterator[None]:
+    """Prepare the devices while the context runs: pre-copy mostly waits."""
+    if devices is None:
+        yield
+        return
+
+    def require() -> None:
+        devices.require(request.options.staging_bytes, storing.context, storing.parent)
+
+    with beside(require, devices.give_up):
+        yield
+
+
+def _pre_copy_devices(
     request: Request, found: Inspection, devices: Devices, storing: Storing
 ) -> None:
     least = {"off": None, "on": 0}.get(request.options.pre_copy, _PRE_COPY_RESIDENT)
-    with storing.staging.limited(PRE_COPY_STAGING):
-        devices.require(
-            request.options.staging_bytes, storing.context, storing.parent, pre_copy=least
-        )
+    if least is not None:
+        with storing.staging.limited(PRE_COPY_STAGING):
+            devices.pre_copy(storing.context, storing.parent, least=least)
     if found.resident is not None and devices.foreseen is not None:
         # Preflight took all resident memory for changed; by now it is known how much is.
         foreseen = replace(found, resident=replace(found.resident, copies=devices.foreseen))
