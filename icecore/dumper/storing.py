@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from icecore.dumper.encode.encoders import Encoders
+from icecore.dumper.encode.encoders import Encoders, can_encode
 from icecore.dumper.memory.budget import CpuBudget, OwnSeconds
 from icecore.dumper.memory.parent import Parent, choose_parent, load_parent
 from icecore.dumper.memory.pipeline import Pipeline
@@ -107,9 +107,8 @@ class Storing:
         self.staging = stack.enter_context(
             Staging(min(staging_bytes, limits.memory_available() // 3), threads)
         )
-        backend = repository.backend
         self.encoders: Encoders | None = None
-        if encoders and backend.direct and backend.folder:
+        if encoders and can_encode(repository.backend):
             self.encoders = stack.enter_context(
                 Encoders(
                     encoders,

@@ -21,8 +21,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from icecore.dumper.encode.encoders import Encoder, EncoderLost, Encoders, encoders_for
-from icecore.dumper.encode.protocol import Answer, Append, Cell, Load
+from icecore.dumper.encode.encoders import (
+    EXPECTED_BYTES,
+    Encoder,
+    EncoderLost,
+    Encoders,
+    _Bases,
+    encoders_for,
+)
+from icecore.dumper.encode.protocol import Answer, Append, Cell, Fetch, Fetched, Load
 from icecore.dumper.gpu.resident_copy import Places
 from icecore.dumper.memory.background import NICE
 from icecore.dumper.memory.budget import CpuBudget
@@ -30,17 +37,23 @@ from icecore.dumper.memory.cells import EXTENT, plan_cells
 from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.pipeline import Pipeline
 from icecore.dumper.memory.staging import Staging
-from icecore.errors import StoreError
+from icecore.errors import Damaged, StoreError
 from icecore.restorer.guard.guard_process import descendants
 from icecore.sizes import CELL_BYTES, CELL_PAGES, PAGE
-from icecore.store.backend.local import write_at
+from icecore.store.backend.base import Backend
+from icecore.store.backend.local import LocalBackend, write_at
+from icecore.store.backend.memory import MemoryBackend
+from icecore.store.backend.s3 import S3Backend, S3Place
 from icecore.store.format import codec
 from icecore.store.format.fingerprints import FINGERPRINT
 from icecore.store.format.manifest import Region
-from icecore.store.snapshot.forms import Written
+from icecore.store.format.rows import Place as Row
+from icecore.store.snapshot.bases import Candidate
+from icecore.store.snapshot.forms import Wanted, Written
 from icecore.store.snapshot.trial import Objective
 from icecore.store.snapshot.writer import SnapshotWriter
 from tests.store.images import KINDS, Place, local_place, make_data
+from tests.store.images import place as a_place
 
 _CELLS = 24
 _WAIT = 60.0
@@ -145,9 +158,24 @@ def check(place: Place, snapshot: str, content: Content) -> None:
         assert present.sum() * PAGE == length
 
 
+def in_a_directory(root: Path, _: S3Place) -> Backend:
+    return LocalBackend(root / "repository", create=True)
+
+
+def in_a_bucket(_: Path, where: S3Place) -> Backend:
+    """Encoders write to files in memory, and ask the dumper for bases."""
+    return S3Backend(where)
+
+
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
-def test_encoders_store_what_threads_store(tmp_path: Path, encrypted: bool) -> None:
-    with local_place(tmp_path / "repository", encrypted=encrypted) as place:
+@pytest.mark.parametrize("backend", [in_a_directory, in_a_bucket])
+def test_encoders_store_what_threads_store(
+    tmp_path: Path,
+    s3_place: S3Place,
+    backend: Callable[[Path, S3Place], Backend],
+    encrypted: bool,
+) -> None:
+    with a_place(backend(tmp_path, s3_place), encrypted=encrypted) as place:
         content = Content()
         with storing(place) as (writer, staging, pipeline, encoders):
             begin(encoders)
@@ -227,9 +255,11 @@ def before_append(act: Callable[[Encoder, Append, int], None]) -> Iterator[list[
     """
     answer, asked = Encoder._answer, list[tuple[bytes, int]]()
 
-    def instead(self: Encoder, request: Load | Append, descriptors: Sequence[int] = ()) -> Answer:
+    def instead(
+        self: Encoder, request: Load | Append | Fetched, descriptors: Sequence[int] = ()
+    ) -> Answer:
         if isinstance(request, Append):
-            asked.append((request.shard, request.offset))
+            asked.append((request.name, request.offset))
             if len(asked) == 1:
                 act(self, request, *descriptors)
         return answer(self, request, descriptors)
@@ -282,6 +312,130 @@ def test_an_encoder_that_ends_while_it_writes_loses_nothing(
         assert asked[0] not in places
         for shard in (tmp_path / "repository" / "shards").rglob("*"):
             assert not shard.is_file() or b"part of a chunk" not in shard.read_bytes()
+
+
+def test_an_encoder_of_a_bucket_that_ends_while_it_writes_loses_nothing() -> None:
+    def write_and_end(encoder: Encoder, request: Append, file: int) -> None:
+        write_at(file, [b"part of a chunk" * 100_000], request.offset)
+        os.kill(encoder.pid, signal.SIGKILL)
+
+    with a_place(MemoryBackend()) as place:
+        store_despite(place, write_and_end)
+        assert reported(place) == [("dump.encoder_lost", "an encoder process has ended")]
+
+
+def store_twice(place: Place, read: Callable[[bytes, int, memoryview], None]) -> None:
+    """Store and change content with one encoder, so that it asks for bases, which ``read`` reads."""
+    content = Content()
+    with storing(place, count=1) as (writer, staging, pipeline, encoders):
+        begin(encoders)
+        first = content.store(pipeline, staging, KnownCells.none())
+        one = commit(place, writer, content, first)
+    content.change(1)
+    with storing(place, one, 1) as (writer, staging, pipeline, encoders):
+        begin(encoders)
+        writer._read = read  # type: ignore[method-assign]
+        again = content.store(pipeline, staging, content.known(first))
+        two = commit(place, writer, content, again)
+    check(place, two, content)
+
+
+def test_bases_with_other_pages_than_their_deltas() -> None:
+    """The bitmap of a base whose delta is the parent is guessed, and then looked up."""
+    backend = MemoryBackend()
+    backend.direct = False
+    with a_place(backend) as place:
+        content, known, parent = Content(), KnownCells.none(), None
+        pages = content.bytes.reshape(_CELLS, CELL_PAGES, PAGE)
+        for seed in range(3):
+            if seed:
+                content.change(seed)
+            if seed == 2:
+                pages[:, 100] = 0
+            with storing(place, parent) as (writer, staging, pipeline, encoders):
+                begin(encoders)
+                records = content.store(pipeline, staging, known)
+                done = writer.statistics
+                parent = commit(place, writer, content, records)
+            before, known = known, content.known(records)
+            check(place, parent, content)
+        changed = (records["data"] != before.record["data"]).any(axis=1)
+        delta = (records["place"]["codec"] & codec.DELTA) != 0
+        assert done.deltas >= 3 and (changed & delta).any()
+        assert reported(place) == []
+
+
+def test_a_base_in_a_bucket_that_is_damaged_is_reported() -> None:
+    def read(shard: bytes, offset: int, out: memoryview) -> None:
+        raise Damaged("object", shard.hex(), "it was cut off")
+
+    with a_place(MemoryBackend()) as place:
+        store_twice(place, read)
+        assert {name for name, _ in reported(place)} == {"store.base_damaged"}
+        assert all("it was cut off" in error for _, error in reported(place))
+
+
+def test_a_bucket_that_does_not_answer_fails_the_snapshot() -> None:
+    def read(shard: bytes, offset: int, out: memoryview) -> None:
+        raise StoreError("no answer")
+
+    with a_place(MemoryBackend()) as place, pytest.raises(StoreError, match="no answer"):
+        store_twice(place, read)
+
+
+def test_adjacent_bases_are_read_at_once() -> None:
+    chunk, read = bytes(32), list[tuple[bytes, int, int]]()
+    content = np.random.default_rng(1).integers(0, 256, 1 << 16, np.uint8).tobytes()
+
+    def wanted(shard: bytes, *places: tuple[int, int]) -> list[Wanted]:
+        bases = [Candidate(chunk, Row(shard, *at, codec.RAW), b"") for at in places]
+        return [Wanted(number, 0, base) for number, base in enumerate(bases)] + [Wanted(9, 0, None)]
+
+    def fetch(shard: bytes, offset: int, out: memoryview) -> None:
+        read.append((shard, offset, len(out)))
+        if offset + len(out) > 35_000:
+            raise Damaged("object", "x", "it ends")
+        out[:] = content[offset : offset + len(out)]
+
+    def got(shard: bytes, offset: int, length: int, cells: list[Wanted]) -> bool:
+        found = bases.read(Fetch(shard, offset, length), cells, fetch)
+        return bytes(found) == content[offset : offset + length]
+
+    bases = _Bases()
+    cells = wanted(b"a", (10_000, 5_000), (1_000, 3_000), (4_000, 6_000))
+    assert got(b"a", 1_000, 3_000, cells) and got(b"a", 4_000, 6_000, cells)
+    assert read == [(b"a", 1_000, 3_000), (b"a", 4_000, 6_000)]
+    bases.together = True
+    assert got(b"a", 1_000, 3_000, cells) and got(b"a", 4_000, 6_000, cells)
+    assert read[2:] == [(b"a", 1_000, 14_000)]
+    # The head of a delta does not replace what is held.
+    assert got(b"c", 40, 32, cells) and got(b"a", 10_000, 5_000, cells)
+    assert read[3:] == [(b"c", 40, 32)]
+    # Another shard; then one whose end is missing.
+    assert got(b"b", 4_000, 6_000, cells)
+    assert read[4:] == [(b"b", 4_000, 6_000)]
+    cells = wanted(b"b", (30_000, 4_000), (34_000, 4_000))
+    assert got(b"b", 30_000, 4_000, cells)
+    assert read[5:] == [(b"b", 30_000, 8_000), (b"b", 30_000, 4_000)]
+
+
+def test_encoders_are_started_ahead(tmp_path: Path) -> None:
+    with (
+        local_place(tmp_path / "repository") as place,
+        storing(place, eager=False) as (_, _, pipeline, encoders),
+    ):
+        pipeline.expect(EXPECTED_BYTES - 1)
+        time.sleep(0.2)
+        assert not encoders.started
+        pipeline.expect(EXPECTED_BYTES)
+        pipeline.expect(EXPECTED_BYTES)
+        until = time.monotonic() + _WAIT
+        while not encoders.begun and time.monotonic() < until:  # by the thread that was added
+            time.sleep(0.01)
+        assert encoders._family is not None and len(pipeline._threads) == 3
+        pids = descendants(encoders._family.pid)
+        nice = {os.getpriority(os.PRIO_PROCESS, pid) for pid in pids}
+        assert len(pids) == 3 and nice == {os.getpriority(os.PRIO_PROCESS, 0) + NICE}
 
 
 def test_an_encoder_that_hangs_while_it_writes_is_killed(

@@ -1,5 +1,5 @@
 """The encoders of a dump: processes that drop pages of zeros, compute chunk ids, encode chunks, and
-write them to shards that the dumper has open.
+write them to shards or other files that the dumper has open.
 
 An encoder does nothing without a request, and ends when the dumper has ended. Arguments: a word
 that identifies the dump, and for each encoder the descriptor of its end of a SOCK_SEQPACKET socket
@@ -12,7 +12,7 @@ import ctypes
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -24,6 +24,8 @@ from icecore.dumper.encode.protocol import (
     Appended,
     Cell,
     Failed,
+    Fetch,
+    Fetched,
     Load,
     Loaded,
     Named,
@@ -32,7 +34,7 @@ from icecore.dumper.encode.protocol import (
     Request,
 )
 from icecore.dumper.encode.zero_pages import NO_PAGES, without_zero_pages
-from icecore.errors import IcecoreError
+from icecore.errors import IcecoreError, ObjectMissing
 from icecore.events import Event
 from icecore.host.kernel import libc
 from icecore.host.kernel.memory import HugeBuffer
@@ -53,10 +55,12 @@ class EncoderServer:
 
     Args:
         order: The first message.
+        ask: Sends the dumper a `Fetch` and returns its answer.
     """
 
-    def __init__(self, order: Open) -> None:
-        self._backend = LocalBackend(order.folder)
+    def __init__(self, order: Open, ask: Callable[[Fetch], Fetched]) -> None:
+        self._backend = LocalBackend(order.folder) if order.folder else None
+        self._ask = ask
         self._pid = order.pid
         self._damaged: list[dict[str, object]] = []
         self._key = Key(order.key, order.encryption)
@@ -66,15 +70,15 @@ class EncoderServer:
             self._key,
             Objective(order.link, order.cores),
             self._note,
-            peek=True,
+            peek=self._backend is not None,
         )
         self._tag = overhead(self._key)
         #: Buffer in which forms are encrypted; None: no encryption.
         self._out = HugeBuffer(CELL_BYTES + codec.MAX_OVERHEAD) if self._tag else None
         self._rooms = HugeBuffer(ROOM_CELLS * CELL_BYTES)
         self._scratch = HugeBuffer(ROOM_CELLS * CELL_BYTES).array.reshape(ROOM_CELLS, CELL_BYTES)
-        #: The shard to which it writes.
-        self._file = -1
+        #: The file to which it writes, and where the dumper puts what it fetches.
+        self._file = self._spare = -1
         #: The chunk of each cell that the last `Load` read; None: no data pages.
         self._chunks: list[Chunk | None] = []
 
@@ -86,8 +90,8 @@ class EncoderServer:
                     return self._load(request)
                 case Append():
                     return self._append(request, descriptors)
-                case Open():
-                    raise ValueError("a second opening")
+                case Open() | Fetched():
+                    raise ValueError(f"not expected: {type(request).__name__}")
         except (IcecoreError, OSError) as error:
             return Failed(str(error))
 
@@ -123,15 +127,16 @@ class EncoderServer:
             before, (self._file,) = self._file, descriptors
             if before >= 0:
                 os.close(before)
-        at, written = request.offset, []
+        self._spare = request.spare
+        at, written, tag = request.offset, [], self._tag if request.sealed else 0
         for one in request.cells:
             chunk = self._chunks[one.number]
             assert chunk is not None
             form = chunk.form(request.stream, one.region, one.base)
-            length, parts = form.length + self._tag, form.parts
-            if self._out is not None:
+            length, parts = form.length + tag, form.parts
+            if tag and self._out is not None:
                 room = self._out.view(0, length)
-                place_chunk(self._key, request.shard, at, chunk.id, parts, room)
+                place_chunk(self._key, request.name, at, chunk.id, parts, room)
                 parts = [room]
             if write_at(self._file, parts, at) != length:
                 raise ValueError("a form has another length than it says")
@@ -141,7 +146,14 @@ class EncoderServer:
         return Appended(written, damaged)
 
     def _fetch(self, shard: bytes, offset: int, out: memoryview) -> None:
-        self._backend.read_into(object_name("shard", shard), offset, out)
+        if self._backend is not None:
+            self._backend.read_into(object_name("shard", shard), offset, out)
+            return
+        error = self._ask(Fetch(shard, offset, len(out))).error
+        if error:
+            raise ObjectMissing(error)
+        if os.preadv(self._file, [out], self._spare) != len(out):
+            raise ValueError("the dumper's file has no room for what it fetched")
 
     def _note(self, event: Event) -> None:
         self._damaged.append(dict(event.fields))
@@ -156,13 +168,20 @@ def serve(control: socket.socket) -> None:
     decode = msgspec.msgpack.Decoder(Request).decode
     encode = msgspec.msgpack.Encoder().encode
     encoder: EncoderServer | None = None
+
+    def ask(request: Fetch) -> Fetched:
+        packets.send(control, encode(request))
+        answer = decode(packets.receive(control)[0])
+        assert isinstance(answer, Fetched)
+        return answer
+
     packets.send(control, encode(Ready(os.getpid())))
     while True:
         data, descriptors = packets.receive(control)
         request = decode(data)
         if encoder is None:
             assert isinstance(request, Open)
-            encoder = EncoderServer(request)
+            encoder = EncoderServer(request, ask)
         else:
             packets.send(control, encode(encoder.answer(request, descriptors)))
 

@@ -20,21 +20,26 @@ from icecore.dumper.encode.protocol import (
     Appended,
     Cell,
     Failed,
+    Fetch,
+    Fetched,
     Load,
     Loaded,
     Named,
     Open,
     Ready,
 )
-from icecore.errors import NotFound
+from icecore.errors import Damaged, NotFound, ObjectMissing
 from icecore.events import Event, Sink
 from icecore.host.kernel import limits, procfs
 from icecore.host.kernel.cpu import usable_cores
 from icecore.host.kernel.waiting import readable
 from icecore.host.rpc import packets
 from icecore.host.rpc.family import Family, FamilyMember
+from icecore.store.backend.base import Backend
+from icecore.store.backend.local import write_at
 from icecore.store.format.cipher import encryption_of
 from icecore.store.log.repository import StoredRepository
+from icecore.store.snapshot.bases import Fetch as Reader
 from icecore.store.snapshot.forms import Appender, AppenderLost, Room, Wanted, Written
 from icecore.store.snapshot.trial import Objective
 
@@ -48,6 +53,10 @@ _LEAST_CORES = 5
 _MOST = 16
 #: Memory that an encoder takes.
 _BYTES = 64 << 20
+#: Bytes between two bases that are read at once.
+_GAP_BYTES = 128 << 10
+#: Shorter reads are not of bases.
+_LEAST_BASE = 1 << 10
 _PROGRAM = "icecore.dumper.encode.encoder_process"
 _PATIENCE_SECONDS = 60.0
 _END_SECONDS = 5.0
@@ -70,8 +79,55 @@ class EncoderLost(AppenderLost):
     """An encoder has ended, does not answer, or could not carry out a request."""
 
 
+class _Bases:
+    """Reads the bases that one encoder asks for. While all chunks become deltas, adjacent bases are
+    read at once.
+    """
+
+    def __init__(self) -> None:
+        self.together = False
+        self._room = memoryview(b"")
+        #: What ``_room`` holds: shard, first byte, and end.
+        self._held = b"", 0, 0
+
+    def read(self, asked: Fetch, wanted: Sequence[Wanted], fetch: Reader) -> memoryview:
+        """Return the bytes that an encoder asked for. Raises as ``fetch``.
+
+        Args:
+            wanted: The chunks that the encoder is encoding.
+        """
+        shard, first, end = asked.shard, asked.offset, asked.offset + asked.length
+        if asked.length < _LEAST_BASE:  # part of a delta; what is held is still needed
+            room = memoryview(bytearray(asked.length))
+            fetch(shard, first, room)
+            return room
+        if self._held[0] != shard or not self._held[1] <= first <= end <= self._held[2]:
+            last = self._end(asked, wanted) if self.together else end
+            self._held = b"", 0, 0
+            if last - first > len(self._room):
+                self._room = memoryview(bytearray(last - first))
+            try:
+                fetch(shard, first, self._room[: last - first])
+            except (Damaged, ObjectMissing):
+                if last == end:
+                    raise
+                last = end
+                fetch(shard, first, self._room[: last - first])
+            self._held = shard, first, last
+        return self._room[first - self._held[1] :][: asked.length]
+
+    def _end(self, asked: Fetch, wanted: Sequence[Wanted]) -> int:
+        """Return the end of the bases that follow what was asked for."""
+        end = asked.offset + asked.length
+        places = [one.base.place for one in wanted if one.base is not None]
+        for place in sorted(places, key=lambda place: place.offset):
+            if place.shard == asked.shard and 0 <= place.offset - end <= _GAP_BYTES:
+                end = place.offset + place.length
+        return end
+
+
 class Encoder(FamilyMember, Appender):
-    """One encoder: it reads cells, and appends their chunks to shards.
+    """One encoder: it reads cells, and writes their chunks to shards or other files.
 
     Args:
         control: The socket to the encoder.
@@ -85,8 +141,9 @@ class Encoder(FamilyMember, Appender):
     def __init__(self, control: socket.socket, patience: float, order: Open) -> None:
         super().__init__(control, patience, Answer)
         self.pid = 0
-        #: The shard whose file the encoder has open.
-        self._shard = b""
+        #: The name of the file that the encoder has open.
+        self._file = b""
+        self._bases = _Bases()
         self._packet = memoryview(bytearray(packets.PACKET))
         self._send(order)
 
@@ -101,24 +158,36 @@ class Encoder(FamilyMember, Appender):
         return answer.cells
 
     def append(
-        self, stream: int, place: Room, wanted: Sequence[Wanted], emit: Sink
+        self, stream: int, place: Room, wanted: Sequence[Wanted], emit: Sink, fetch: Reader
     ) -> list[Written]:
         """See `icecore.store.snapshot.forms.Appender.append`. If it fails, the encoder is ended."""
-        request = Append(stream, place.shard, place.offset, list(wanted))
-        sent = [place.descriptor] if place.shard != self._shard else []
-        self._shard = place.shard
+        request = Append(stream, place.name, place.offset, place.sealed, place.spare, list(wanted))
+        sent = [place.descriptor] if place.name != self._file else []
+        self._file = place.name
         try:
             answer = self._answer(request, sent)
-        except EncoderLost:
-            self._end()
-            raise
+            while isinstance(answer, Fetch):
+                answer = self._answer(self._fetch(answer, place, wanted, fetch))
         except OSError as error:  # for instance: too many descriptors are on their way in sockets
             self._end()
             raise EncoderLost(f"an encoder cannot be asked: {error}") from error
+        except BaseException:
+            self._end()
+            raise
         assert isinstance(answer, Appended)
         for fields in answer.damaged:
             emit(Event("store.base_damaged", fields))
+        self._bases.together = all(chunk.base is not None for chunk in answer.chunks)
         return answer.chunks
+
+    def _fetch(self, asked: Fetch, place: Room, wanted: Sequence[Wanted], fetch: Reader) -> Fetched:
+        """Put what the encoder asked for where it looks for it."""
+        try:
+            found = self._bases.read(asked, wanted, fetch)
+        except (Damaged, ObjectMissing) as error:
+            return Fetched(str(error))
+        write_at(place.descriptor, [found], place.spare)
+        return Fetched()
 
     def _end(self) -> None:
         """Kill the encoder unless it has ended, and wait until it can no longer write. If the storage
@@ -143,7 +212,7 @@ class Encoder(FamilyMember, Appender):
         except NotFound:
             return True
 
-    def _answer(self, request: Load | Append, descriptors: Sequence[int] = ()) -> Answer:
+    def _answer(self, request: Load | Append | Fetched, descriptors: Sequence[int] = ()) -> Answer:
         answer: Answer = self._ask(request, descriptors)
         if isinstance(answer, Failed):
             raise EncoderLost(answer.why)
@@ -174,12 +243,19 @@ class Encoder(FamilyMember, Appender):
         return EncoderLost(f"an encoder process gave no answer for {self._patience:.0f} s")
 
 
+def can_encode(backend: Backend) -> bool:
+    """Return whether encoders can be used. They cannot write to drafts of a storage whose objects
+    they cannot read.
+    """
+    return not backend.drafts or (backend.direct and bool(backend.folder))
+
+
 class Encoders:
     """The encoders of one dump (a context manager: leaving it ends them).
 
     Args:
         count: Number of encoders.
-        repository: Must be in a directory.
+        repository: `can_encode` must be true for it.
         streams: Number of shard streams.
         objective: What to save, bytes or time.
         begun: Called with the pid of each process that has begun: the one that forks the encoders,
@@ -235,7 +311,7 @@ class Encoders:
             self._tried = True
             backend, key = self._repository.backend, self._repository.keys.chunk
             order = Open(
-                backend.folder,
+                backend.folder if backend.direct else "",
                 bytes(key),
                 encryption_of(key),
                 os.getpid(),

@@ -2,8 +2,9 @@
 
 Each message (`icecore.host.rpc.packets`) is msgpack. An encoder reads a few cells at once from the
 dumper's memory, and returns the ids of their chunks (`Load`, `Loaded`). The encoder then encodes the
-chunks that the dumper has to store, and appends their *forms* (the bytes to store) to a shard that the
-dumper has open (`Append`, `Appended`).
+chunks that the dumper has to store, and writes their *forms* (the bytes to store) to a file of the
+dumper's, a shard for instance (`Append`, `Appended`). If the repository is not a directory, the encoder
+meanwhile asks the dumper for the bases of deltas (`Fetch`, `Fetched`).
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The first message.
 
     Attributes:
-        folder: The repository's directory, which holds the objects.
+        folder: The repository's directory, which holds the objects; empty: it has none.
         key, encryption: The repository's chunk key, and the encryption key, if any.
         pid: The process whose memory holds the cells.
         streams: Number of shard streams.
@@ -79,18 +80,30 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class Append(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Encode cells, and write their forms one after the other. The message carries the descriptor
-    of the shard's file, if the previous one was for another shard.
+    of the file, if the previous one was for another file.
 
     Attributes:
         stream: As in `icecore.store.snapshot.forms.Appender.append`.
-        shard, offset: As in `icecore.store.snapshot.forms.Room`.
+        name, offset, sealed, spare: As in `icecore.store.snapshot.forms.Room`.
         cells: The cells; `Wanted.number` is a cell's index in the last `Load`.
     """
 
     stream: int
-    shard: bytes
+    name: bytes
     offset: int
+    sealed: bool
+    spare: int
     cells: list[Wanted]
+
+
+class Fetched(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The answer to `Fetch`: the bytes are at `Append.spare` in the file.
+
+    Attributes:
+        error: Not empty: why they cannot be read; they are damaged or missing.
+    """
+
+    error: str = ""
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -117,6 +130,14 @@ class Appended(msgspec.Struct, frozen=True, array_like=True, tag=True):
     damaged: list[dict[str, Any]]
 
 
+class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Read ``length`` bytes of a shard from ``offset`` on; sent while an `Append` is carried out."""
+
+    shard: bytes
+    offset: int
+    length: int
+
+
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The encoder could not carry out the request, or carried out only part of it; the dumper does
     the work itself.
@@ -125,5 +146,5 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     why: str
 
 
-Request = Open | Load | Append
-Answer = Ready | Loaded | Appended | Failed
+Request = Open | Load | Append | Fetched
+Answer = Ready | Loaded | Appended | Fetch | Failed

@@ -133,7 +133,8 @@ class Deltas:
             return None
         luck = self._luck.setdefault(region, _Luck())
         try:
-            base = base._replace(bitmap=base.bitmap or self._bitmap(base.delta, scratch))
+            if self._peek:
+                base = base._replace(bitmap=base.bitmap or self._bitmap(base.delta, scratch))
             same = base.bitmap == bitmap
             looked = self._look(region, data, base.place, scratch) if same else None
             if looked is None and luck.pause > 0:
@@ -141,10 +142,19 @@ class Deltas:
                 return None
             if looked is not None and looked > WORTH * full * _DOUBT:
                 return None
-            content = self._content(base, scratch)
+            guessed = self._guess(bitmap, base, scratch)
+            if guessed is None:
+                base = base._replace(bitmap=base.bitmap or self._bitmap(base.delta, scratch))
+                content = self._content(base, scratch)
+            else:
+                base, content = guessed
             made = self._encode(region, bitmap, data, base, content, full, scratch)
             # Only a base that is used has to be verified: most failed attempts end before this.
-            if made is not None and chunk_id(self._key, base.bitmap, content) != base.chunk:
+            if (
+                made is not None
+                and guessed is None
+                and chunk_id(self._key, base.bitmap, content) != base.chunk
+            ):
                 raise Damaged("chunk", base.chunk.hex(), "its bytes do not match its id")
         except (Damaged, ObjectMissing) as error:
             self._emit(
@@ -196,6 +206,23 @@ class Deltas:
             length,
             base,
         )
+
+    def _guess(
+        self, bitmap: bytes, base: Candidate, scratch: Scratch
+    ) -> tuple[Candidate, memoryview] | None:
+        """Return a base whose bitmap is not known, and its content, if the chunk has the same bitmap.
+        Most have, and to look it up takes as long as to read the base.
+        """
+        if base.bitmap:
+            return None
+        guessed = base._replace(bitmap=bitmap)
+        try:
+            content = self._content(guessed, scratch)
+        except Damaged:  # or of another length
+            return None
+        if chunk_id(self._key, bitmap, content) != base.chunk:
+            return None
+        return guessed, content
 
     def _bitmap(self, place: Place, scratch: Scratch) -> bytes:
         """Return a base's data bitmap, from the head of the delta at ``place``."""

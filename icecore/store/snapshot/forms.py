@@ -1,8 +1,9 @@
 """The stored forms of chunks: in full or as a delta, in the codec that suits.
 
 This is the part of the writer that needs a chunk's bytes, and it takes nearly all of the writer's
-CPU time. A program can have other processes do it; they append the forms to shards (`Appender`). These
-processes need the key, a way to read shards, and the file of the shard to write.
+CPU time. A program can have other processes do it (`Appender`). They write the forms to a shard, or,
+where shards are in memory, to a file of their own. These processes need the key, a way to read
+shards, and that file.
 """
 
 from __future__ import annotations
@@ -41,17 +42,23 @@ class Form(NamedTuple):
 
 
 class Room(NamedTuple):
-    """The end of a shard that another process may write to.
+    """Where another process may write forms: the end of a shard, or a file from which they are copied
+    to a shard.
 
     Attributes:
-        shard: The shard's name, 16 bytes.
-        descriptor: Descriptor of the shard's file.
-        offset: Where the shard ends.
+        name: The file's name, 16 bytes; if the file is a shard, the shard's.
+        descriptor: Its descriptor.
+        offset: Where to write the first form.
+        sealed: Whether the file is a shard, so that forms are encrypted if the repository is.
+        spare: Offset of room for a chunk's stored bytes, which this process reads for the other one;
+            -1: none.
     """
 
-    shard: bytes
+    name: bytes
     descriptor: int
     offset: int
+    sealed: bool
+    spare: int = -1
 
 
 class Wanted(NamedTuple):
@@ -69,11 +76,11 @@ class Wanted(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A chunk that was appended to a shard.
+    """A chunk that was written to a `Room`.
 
     Attributes:
         number: The number of its codec.
-        length: Its stored bytes, including those of the encryption.
+        length: Its bytes there, including those of the encryption if the room is a shard.
         base: The base, if its form is a delta; its bitmap is never empty.
     """
 
@@ -87,11 +94,11 @@ class AppenderLost(Exception):
 
 
 class Appender(ABC):
-    """Another process that holds the bytes of chunks, and appends their forms to shards."""
+    """Another process that holds the bytes of chunks, and writes their forms."""
 
     @abstractmethod
     def append(
-        self, stream: int, place: Room, wanted: Sequence[Wanted], emit: Sink
+        self, stream: int, place: Room, wanted: Sequence[Wanted], emit: Sink, fetch: Fetch
     ) -> list[Written]:
         """Have the process write the forms of chunks one after the other; return what it wrote.
 
@@ -100,9 +107,11 @@ class Appender(ABC):
             place: Where to write them.
             wanted: The chunks, which must not be zero.
             emit: Gets ``store.base_damaged`` events.
+            fetch: Reads shards, for a process that cannot read them itself.
 
         Raises:
             AppenderLost: It did not write all of them.
+            StoreError: A shard could not be read, for a reason other than damage or absence.
         """
 
 

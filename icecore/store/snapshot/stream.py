@@ -8,11 +8,13 @@ If threads can write to the storage, each chunk is written directly from where i
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from icecore.sizes import CELL_BYTES
 from icecore.store.backend.base import Draft
@@ -29,6 +31,8 @@ from icecore.store.snapshot.forms import Room, Written
 #: Bytes of a shard that are worth a request while none is in flight.
 _WORTH_SENDING = 4 << 20
 
+#: What :meth:`ShardStream.put` returns.
+Stored = tuple[bytes, int, int]
 #: Called with every shard once no chunk is added to it any more.
 Closed = Callable[[ShardTable], None]
 
@@ -49,6 +53,12 @@ class ShardStream(ABC):
         """
 
     @abstractmethod
+    def lend(self, most: int, count: int) -> AbstractContextManager[Lent]:
+        """Let another process write up to ``count`` chunks of ``most`` bytes in total, including
+        those of the encryption. An error in the context makes the snapshot fail.
+        """
+
+    @abstractmethod
     def flush(self) -> None:
         """Close the open shard; no other thread may call ``put`` meanwhile."""
 
@@ -57,33 +67,73 @@ class ShardStream(ABC):
         """Drop the open shard."""
 
 
-class Lent:
-    """The end of a shard while another process writes to it.
+class Lent(ABC):
+    """What another process may write to, until the context ends.
 
-    Args:
-        table: The shard's table.
-        descriptor: Descriptor of the shard's draft.
+    Attributes:
+        room: Where.
+        taken_back: Whether `take_back` was called.
     """
 
-    def __init__(self, table: ShardTable, descriptor: int) -> None:
-        self.room = Room(table.name, descriptor, table.used)
-        self.taken_back = False
-        self._table = table
+    room: Room
+    taken_back: bool = False
 
-    def add(self, chunk: bytes, bitmap: bytes, one: Written) -> tuple[bytes, int]:
-        """Add the chunk that was written next.
-
-        Returns:
-            The name of its shard, and its offset there.
-        """
-        own = NO_CHUNK if one.base is None else one.base.chunk
-        return self._table.name, self._table.add(chunk, bitmap, own, one.number, one.length)
+    @abstractmethod
+    def add(self, chunk: bytes, bitmap: bytes, one: Written) -> tuple[bytes, int, int]:
+        """Store the chunk that was written next. Returns and raises as `ShardStream.put`."""
 
     def take_back(self) -> None:
-        """Have the stream remove what was written but not added, and close the shard. The other
-        process must have stopped writing.
+        """Have the stream drop what was written but not added. The other process must have stopped
+        writing.
         """
         self.taken_back = True
+
+
+class _LentShard(Lent):
+    """The end of a shard."""
+
+    def __init__(self, table: ShardTable, descriptor: int) -> None:
+        self.room = Room(table.name, descriptor, table.used, sealed=True)
+        self._table = table
+
+    def add(self, chunk: bytes, bitmap: bytes, one: Written) -> tuple[bytes, int, int]:
+        own = NO_CHUNK if one.base is None else one.base.chunk
+        offset = self._table.add(chunk, bitmap, own, one.number, one.length)
+        return self._table.name, offset, one.length
+
+
+class _SharedFile:
+    """A file in memory that another process can write to; freed with the object.
+
+    Attributes:
+        name: 16 random bytes.
+        size: Bytes.
+        descriptor: Its descriptor.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.name = random_id()
+        self.size = size
+        self.descriptor = os.memfd_create("icecore-forms", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.descriptor)
+        os.ftruncate(self.descriptor, size)
+        self.view = memoryview(mmap.mmap(self.descriptor, size))
+
+
+class _LentFile(Lent):
+    """A file from which forms are copied to a shard."""
+
+    def __init__(self, file: _SharedFile, most: int, put: Callable[[EncodedChunk], Stored]) -> None:
+        self.room = Room(file.name, file.descriptor, 0, sealed=False, spare=most)
+        self._file = file
+        self._put = put
+        self._at = 0
+
+    def add(self, chunk: bytes, bitmap: bytes, one: Written) -> tuple[bytes, int, int]:
+        own = NO_CHUNK if one.base is None else one.base.chunk
+        part = self._file.view[self._at : self._at + one.length]
+        self._at += one.length
+        return self._put(EncodedChunk(chunk, bitmap, own, one.number, [part], one.length))
 
 
 class _Lane:
@@ -131,13 +181,10 @@ class DraftStream(ShardStream):
 
     @contextmanager
     def lend(self, most: int, count: int) -> Iterator[Lent]:
-        """Let another process write up to ``count`` chunks of ``most`` stored bytes in total. An
-        error in the context discards the shard, so the snapshot fails.
-        """
         with self._lane() as lane:
             table, draft = self._open(lane, most, count)
             before = table.used
-            lent = Lent(table, draft.descriptor)
+            lent = _LentShard(table, draft.descriptor)
             yield lent
             self._uploads.grow(draft, table.used - before)
             if lent.taken_back:
@@ -258,6 +305,7 @@ class BufferedStream(ShardStream):
         self._count = threading.Lock()
         self._open: _OpenShard | None = None
         self._begun = False
+        self._files = threading.local()
 
     def put(self, one: EncodedChunk) -> tuple[bytes, int, int]:
         stored = one.length + overhead(self._keys.chunk)
@@ -284,6 +332,21 @@ class BufferedStream(ShardStream):
         if ready:
             self._upload(shard)
         return shard.builder.name, offset, stored
+
+    @contextmanager
+    def lend(self, most: int, count: int) -> Iterator[Lent]:
+        try:
+            yield _LentFile(self._file(most + CELL_BYTES + MAX_OVERHEAD), most, self.put)
+        except BaseException as error:
+            self._uploads.fail(error)
+            raise
+
+    def _file(self, size: int) -> _SharedFile:
+        """Return this thread's file, with at least ``size`` bytes."""
+        file: _SharedFile | None = getattr(self._files, "file", None)
+        if file is None or file.size < size:
+            file = self._files.file = _SharedFile(size)
+        return file
 
     def _due(self, shard: _OpenShard) -> bool:
         """Return whether to close a shard early: the first one, while no upload is in flight,

@@ -301,21 +301,20 @@ class SnapshotWriter:
             Wanted(cells[number].number, cells[number].region, self._candidate(before[number]))
             for number in mine
         ]
-        shards, lost = self._streams[stream], None
-        assert isinstance(shards, DraftStream)
+        lost = None
         places: list[Stored] = []
         rest = codec.MAX_OVERHEAD + overhead(self._keys.chunk)
         most = sum(cells[number].length + rest for number in mine)
-        with shards.lend(most, len(mine)) as lent:
+        with self._streams[stream].lend(most, len(mine)) as lent:
             try:
-                written = appender.append(stream, lent.room, wanted, self._emit)
+                written = appender.append(stream, lent.room, wanted, self._emit, self._read)
             except AppenderLost as error:
                 lost, written = error, []
                 lent.take_back()
             for number, one in zip(mine, written, strict=lost is None):
                 chunk = cells[number].chunk
-                shard, offset = lent.add(chunk, cells[number].data_bitmap, one)
-                place = Place(shard, offset, one.length, one.number)
+                shard, offset, length = lent.add(chunk, cells[number].data_bitmap, one)
+                place = Place(shard, offset, length, one.number)
                 places.append(self._how(chunk, place, one.base))
         for number, place_of in zip(mine, places, strict=lost is None):
             stored[number] = self._count(place_of)
@@ -647,6 +646,10 @@ class SnapshotWriter:
         if shard in self._own_shards:
             return self._uploads.stored(shard)
         return self.session.usable(shard)
+
+    def _read(self, shard: bytes, offset: int, out: memoryview) -> None:
+        """Read a shard for an appender, of which there are too many to read ahead for."""
+        self._wait(self._repository.backend.get_into(object_name("shard", shard), offset, out))
 
     def _fetch(self, shard: bytes, offset: int, out: memoryview) -> None:
         backend, name = self._repository.backend, object_name("shard", shard)
