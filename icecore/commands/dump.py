@@ -70,7 +70,7 @@ def add(commands: Commands) -> None:
     )
     setting(
         "encoders",
-        "processes that encode in place of threads, if the repository is a directory",
+        "processes that encode in place of threads",
         "--encoders",
         default="seven for every eight cores, at most 16; none with fewer than five cores or for small dumps",
     )

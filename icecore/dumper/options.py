@@ -41,9 +41,9 @@ class DumpOptions:
         tcp: Old name of ``connections``; empty: not given.
         tags: Free tags of the snapshot.
         pinned: Never forget this snapshot by policy.
-        encoders: Number of processes that encode in place of threads, if the repository is a
-            directory. 0: seven for every eight cores, up to 16, on machines with five cores or more,
-            once half a gigabyte is stored and more cells are waiting.
+        encoders: Number of processes that encode in place of threads. 0: seven for every eight
+            cores, up to 16, on machines with five cores or more, once half a gigabyte is stored and
+            more cells are waiting, or from the beginning if 2 GiB or more will probably be stored.
         scan_threads: Number of scan threads, and of encoding threads. 0: one scan thread per core,
             up to twelve (eight, if scanning needs the interpreter), and up to four encoding threads.
             With another number, there are no encoders unless ``encoders`` is set.

@@ -52,7 +52,7 @@ class Storing:
         threads: Number of scan threads.
         encode_threads: Number of encoding threads.
         encoders: Number of processes that encode in place of these threads once there is much to
-            store, if the repository is a directory.
+            store, if the storage allows it (`icecore.dumper.encode.encoders.can_encode`).
         eager: Start the encoders at once.
         link_rate: Bytes per second that codec trial optimises for; 0: the default.
         under: Session without which the snapshot is not committed; empty: none.

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from icecore.dumper.memory import precopy
-from icecore.dumper.memory.background import NICE, in_background
+from icecore.dumper.memory.background import NICE, beside, in_background
 from icecore.dumper.memory.cells import EXTENT, CellPlan, plan_cells
 from icecore.dumper.memory.known import KnownCells
 from icecore.dumper.memory.scan import ScanResult
@@ -182,6 +182,32 @@ def test_work_in_the_background_has_a_lower_priority_and_hands_on_errors() -> No
     with pytest.raises(KeyError, match="of the work"):
         in_background(fail, stop)
     assert not stop.is_set()
+
+
+def test_what_runs_beside() -> None:
+    entered, given_up, seen = threading.Event(), threading.Event(), list[str]()
+
+    def wait() -> None:
+        entered.wait(10)
+        seen.append("worked")
+
+    with beside(wait, given_up.set):
+        entered.set()
+    assert seen == ["worked"] and not given_up.is_set()
+
+    def fail() -> None:
+        raise ValueError("beside")
+
+    with pytest.raises(ValueError, match="beside"), beside(fail, given_up.set):
+        seen.append("went on")
+    assert seen == ["worked", "went on"] and not given_up.is_set()
+
+    def until_given_up() -> None:
+        assert given_up.wait(10)
+        raise ValueError("given up")
+
+    with pytest.raises(OSError, match="here"), beside(until_given_up, given_up.set):
+        raise OSError("here")
 
 
 @pytest.mark.criu

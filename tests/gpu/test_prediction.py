@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from icecore.host.resident.copyplan import NOTHING, Foreseen, foresee, pinned_by
 from icecore.host.resident.gpu import spare_room
 from icecore.host.resident.protocol import Counts
 
-GIB, GB = 1 << 30, 10**9
+MIB, GIB, GB = 1 << 20, 1 << 30, 10**9
 #: What the driver has of each process that uses a GPU, its context among it.
 KEPT = 575_000_000
 
@@ -103,6 +104,22 @@ def test_a_first_snapshot_with_and_without_room() -> None:
         assert sum(copies.device.values()) + sum(copies.host.values()) + copies.left == size
         assert round(copies.left / GIB) == left
         holds(window_of(tree(KEPT, resident=size, copies=copies)), *windows)
+
+
+def test_little_is_pinned_where_the_gpu_has_ample_room() -> None:
+    def pinned(size: int, spare: int, **other: Any) -> int:
+        sizes, there = {"a": size, "b": MIB}, {"a": spare, "b": 60 * GIB}
+        fixed = {"wanted": sizes, "likely": size, "staging": 2 * GIB, "available": 100 * GIB}
+        return pinned_bytes(sizes, there, **(fixed | other))
+
+    assert pinned(20 * GIB, 58 * GIB) == 256 * MIB
+    assert pinned(20 * GIB, 24 * GIB) == 256 * MIB
+    assert pinned(20 * GIB, 23 * GIB) == 1 * GIB
+    assert pinned(20 * GIB, 22 * GIB) == 2 * GIB
+    assert pinned(20 * GIB, 10 * GIB) == 10 * GIB
+    assert pinned(20 * GIB, 58 * GIB, staging=100 * MIB) == 100 * MIB
+    assert pinned(100 * MIB, 58 * GIB) == 101 * MIB
+    assert pinned(20 * GIB, 58 * GIB, available=400 * MIB) == 100 * MIB
 
 
 def test_each_gpu_has_its_own_room() -> None:
