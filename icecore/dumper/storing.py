@@ -104,9 +104,7 @@ class Storing:
         )
         self.lineage = record.lineage if record else secrets.token_hex(16)
         self.parent_id = record.snapshot if record else ""
-        self.staging = stack.enter_context(
-            Staging(min(staging_bytes, limits.memory_available() // 3), threads)
-        )
+        self.staging = stack.enter_context(Staging(limits.at_most_a_third(staging_bytes), threads))
         self.encoders: Encoders | None = None
         if encoders and can_encode(repository.backend):
             self.encoders = stack.enter_context(

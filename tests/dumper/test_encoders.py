@@ -27,6 +27,7 @@ from icecore.dumper.encode.encoders import (
     EncoderLost,
     Encoders,
     _Bases,
+    can_encode,
     encoders_for,
 )
 from icecore.dumper.encode.protocol import Answer, Append, Cell, Fetch, Fetched, Load
@@ -50,6 +51,7 @@ from icecore.store.format.manifest import Region
 from icecore.store.format.rows import Place as Row
 from icecore.store.snapshot.bases import Candidate
 from icecore.store.snapshot.forms import Wanted, Written
+from icecore.store.snapshot.stream import SharedFiles
 from icecore.store.snapshot.trial import Objective
 from icecore.store.snapshot.writer import SnapshotWriter
 from tests.store.images import KINDS, Place, local_place, make_data
@@ -325,7 +327,7 @@ def test_an_encoder_of_a_bucket_that_ends_while_it_writes_loses_nothing() -> Non
 
 
 def store_twice(place: Place, read: Callable[[bytes, int, memoryview], None]) -> None:
-    """Store and change content with one encoder, so that it asks for bases, which ``read`` reads."""
+    """Store content twice with one encoder, so that it asks for bases; ``read`` reads them."""
     content = Content()
     with storing(place, count=1) as (writer, staging, pipeline, encoders):
         begin(encoders)
@@ -340,11 +342,12 @@ def store_twice(place: Place, read: Callable[[bytes, int, memoryview], None]) ->
     check(place, two, content)
 
 
-def test_bases_with_other_pages_than_their_deltas() -> None:
-    """The bitmap of a base whose delta is the parent is guessed, and then looked up."""
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
+def test_bases_with_other_pages_than_their_deltas(encrypted: bool) -> None:
+    """The bitmap of a base whose delta is in the parent is guessed, and then looked up."""
     backend = MemoryBackend()
     backend.direct = False
-    with a_place(backend) as place:
+    with a_place(backend, encrypted=encrypted) as place:
         content, known, parent = Content(), KnownCells.none(), None
         pages = content.bytes.reshape(_CELLS, CELL_PAGES, PAGE)
         for seed in range(3):
@@ -363,6 +366,88 @@ def test_bases_with_other_pages_than_their_deltas() -> None:
         delta = (records["place"]["codec"] & codec.DELTA) != 0
         assert done.deltas >= 3 and (changed & delta).any()
         assert reported(place) == []
+
+
+def test_an_encoder_that_ends_while_it_waits_for_a_base_loses_nothing() -> None:
+    with a_place(MemoryBackend()) as place:
+        killed: list[int] = []
+
+        def read(shard: bytes, offset: int, out: memoryview) -> None:
+            for child in descendants(os.getpid()):
+                if b"encoder_process" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    os.kill(child, signal.SIGKILL)
+                    killed.append(child)
+            out[:] = bytes(len(out))
+
+        store_twice(place, read)
+        assert killed
+        assert reported(place) == [("dump.encoder_lost", "an encoder process has ended")]
+
+
+def test_no_memory_for_chunks_of_an_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with a_place(MemoryBackend()) as place:
+        content = Content()
+        with storing(place, count=1) as (writer, staging, pipeline, encoders):
+            begin(encoders)
+            monkeypatch.setattr("icecore.store.snapshot.stream.os.memfd_create", refuse)
+            records = content.store(pipeline, staging, KnownCells.none())
+            snapshot = commit(place, writer, content, records)
+        check(place, snapshot, content)
+        ((name, error),) = reported(place)
+        assert name == "dump.encoder_lost" and "Too many open files" in error
+
+
+def test_a_thread_lends_one_file_in_all_streams() -> None:
+    files, before = SharedFiles(), len(os.listdir("/proc/self/fd"))
+    first = files.get(1 << 20)
+    assert files.get(4096) is first
+    second = files.get(2 << 20)
+    assert second is files.get(1 << 20) and second.name != first.name
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(files.get, 4096).result() is not second
+    first.view.release()
+    del first
+    assert len(os.listdir("/proc/self/fd")) - before <= 4  # a mapping has a descriptor, too
+    with a_place(MemoryBackend()) as place, place.writer(streams=3) as writer:
+        lent = []
+        for stream in writer._streams:
+            with stream.lend(4096, 1) as room:
+                lent.append(room.room.name)
+        assert len(lent) == 3 and len(set(lent)) == 1
+
+
+def test_where_encoders_can_be_used(tmp_path: Path) -> None:
+    local = LocalBackend(tmp_path, create=True)
+    assert can_encode(local) and can_encode(MemoryBackend())
+    local.folder = ""
+    assert not can_encode(local)
+
+
+def test_a_machine_without_room_for_the_thread_that_starts_encoders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(self: threading.Thread) -> None:
+        if self.name == "encoders":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with local_place(tmp_path / "repository") as place:
+        content = Content()
+        with storing(place, eager=False) as (writer, staging, pipeline, encoders):
+            with monkeypatch.context() as patch:
+                patch.setattr(threading.Thread, "start", refuse)
+                pipeline.expect(EXPECTED_BYTES)
+            records = content.store(pipeline, staging, KnownCells.none())
+            snapshot = commit(place, writer, content, records)
+            assert not encoders.started
+        check(place, snapshot, content)
+        ((name, error),) = reported(place)
+        assert name == "dump.encoder_lost" and "can't start new thread" in error
 
 
 def test_a_base_in_a_bucket_that_is_damaged_is_reported() -> None:
@@ -411,12 +496,15 @@ def test_adjacent_bases_are_read_at_once() -> None:
     # The head of a delta does not replace what is held.
     assert got(b"c", 40, 32, cells) and got(b"a", 10_000, 5_000, cells)
     assert read[3:] == [(b"c", 40, 32)]
-    # Another shard; then one whose end is missing.
+    # Another shard; then a read beyond the end of a shard.
     assert got(b"b", 4_000, 6_000, cells)
     assert read[4:] == [(b"b", 4_000, 6_000)]
     cells = wanted(b"b", (30_000, 4_000), (34_000, 4_000))
     assert got(b"b", 30_000, 4_000, cells)
     assert read[5:] == [(b"b", 30_000, 8_000), (b"b", 30_000, 4_000)]
+    # Impossible records.
+    assert got(b"d", 1_000, 3_000, wanted(b"d", (1_000, 3_000), (4_000, 1 << 32)))
+    assert read[7:] == [(b"d", 1_000, 3_000)]
 
 
 def test_encoders_are_started_ahead(tmp_path: Path) -> None:

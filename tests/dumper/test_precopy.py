@@ -191,23 +191,36 @@ def test_what_runs_beside() -> None:
         entered.wait(10)
         seen.append("worked")
 
-    with beside(wait, given_up.set):
+    failed = threading.Event()
+    with beside(wait, given_up.set, failed.set):
         entered.set()
     assert seen == ["worked"] and not given_up.is_set()
 
     def fail() -> None:
         raise ValueError("beside")
 
-    with pytest.raises(ValueError, match="beside"), beside(fail, given_up.set):
-        seen.append("went on")
-    assert seen == ["worked", "went on"] and not given_up.is_set()
+    assert not failed.is_set()
+    with pytest.raises(ValueError, match="beside"), beside(fail, given_up.set, failed.set):
+        assert failed.wait(10)
+    assert not given_up.is_set()
+    # An error in the context that follows from the work's error is dropped.
+    with pytest.raises(ValueError, match="beside"), beside(fail, given_up.set, failed.set):
+        assert failed.wait(10)
+        raise OSError("abandoned")
+    # An interruption takes precedence.
+    with pytest.raises(KeyboardInterrupt), beside(fail, given_up.set, failed.set):
+        assert failed.wait(10)
+        raise KeyboardInterrupt
+    given_up.clear()
 
     def until_given_up() -> None:
         assert given_up.wait(10)
         raise ValueError("given up")
 
-    with pytest.raises(OSError, match="here"), beside(until_given_up, given_up.set):
+    failed.clear()
+    with pytest.raises(OSError, match="here"), beside(until_given_up, given_up.set, failed.set):
         raise OSError("here")
+    assert failed.is_set()
 
 
 @pytest.mark.criu

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -735,6 +736,67 @@ def test_a_worker_that_dies_as_it_looks(store: Store, launch: Launch, joined: Ma
     with pytest.raises(IcecoreError, match="worker ended"):
         store.dump(job.pid)
     runs_on(job, store)
+    store.dump(job.pid)
+    runs_on(job, store)
+
+
+@pytest.mark.parametrize("with_parent", [False, True])
+def test_a_dump_that_fails_while_the_worker_hangs(
+    store: Store, launch: Launch, with_parent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pre-copy fails while the devices are prepared beside it. The dump neither waits for the
+    worker nor allocates memory for copies.
+    """
+    monkeypatch.setattr("icecore.host.gpu.working._END_SECONDS", 0.5)
+    job, hangs = launch(), threading.Event()
+    if with_parent:
+        store.dump(job.pid)
+    regions: list[int] = []
+
+    def hang(_: Event) -> None:
+        for pid in members(store.workdir, "icecore.host.gpu.worker"):
+            os.kill(pid, signal.SIGSTOP)
+        monkeypatch.setattr(resident, "HostRegion", regions.append)
+        hangs.set()
+
+    def fail(_: Event) -> None:
+        assert hangs.wait(20)
+        time.sleep(0.5)  # by now, the preparation waits for the worker
+        raise OSError("pre-copy fails")
+
+    actions = {("dump.resident.prepare", "begin"): hang, ("dump.precopy", "begin"): fail}
+    began = time.monotonic()
+    with pytest.raises(OSError, match="pre-copy fails"):
+        store.dump(job.pid, DumpOptions(pre_copy="on"), events=Events(actions))
+    assert time.monotonic() - began < 15 and regions == []
+    monkeypatch.undo()
+    runs_on(job, store)
+    store.dump(job.pid)
+    runs_on(job, store)
+
+
+def test_devices_that_cannot_be_prepared_end_pre_copy(store: Store, launch: Launch) -> None:
+    job, failed = launch(), threading.Event()
+
+    def fail(_: Event) -> None:
+        failed.set()
+        raise DumpFailed("not prepared")
+
+    def wait(_: Event) -> None:
+        assert failed.wait(20)
+        time.sleep(0.2)
+
+    actions = {("dump.resident.prepare", "begin"): fail, ("dump.precopy", "begin"): wait}
+    with pytest.raises(DumpFailed, match="not prepared"):
+        store.dump(job.pid, DumpOptions(pre_copy="on"), events=Events(actions))
+    runs_on(job, store)
+    with pytest.raises(DumpFailed, match="abandoned"):
+        held, stop = Claim([job.pid], 0.0), threading.Event()
+        try:
+            stop.set()
+            Claim([job.pid], 60.0, stop)
+        finally:
+            held.release()
     store.dump(job.pid)
     runs_on(job, store)
 

@@ -77,7 +77,7 @@ class EncoderServer:
         self._out = HugeBuffer(CELL_BYTES + codec.MAX_OVERHEAD) if self._tag else None
         self._rooms = HugeBuffer(ROOM_CELLS * CELL_BYTES)
         self._scratch = HugeBuffer(ROOM_CELLS * CELL_BYTES).array.reshape(ROOM_CELLS, CELL_BYTES)
-        #: The file to which it writes, and where the dumper puts what it fetches.
+        #: The file to which it writes, and the offset there of what the dumper fetched.
         self._file = self._spare = -1
         #: The chunk of each cell that the last `Load` read; None: no data pages.
         self._chunks: list[Chunk | None] = []
@@ -123,7 +123,7 @@ class EncoderServer:
     def _append(self, request: Append, descriptors: Sequence[int]) -> Appended:
         if descriptors:
             # Network file systems write everything back before they close a file, so it stays open
-            # until the next shard.
+            # until the next one.
             before, (self._file,) = self._file, descriptors
             if before >= 0:
                 os.close(before)
@@ -153,7 +153,7 @@ class EncoderServer:
         if error:
             raise ObjectMissing(error)
         if os.preadv(self._file, [out], self._spare) != len(out):
-            raise ValueError("the dumper's file has no room for what it fetched")
+            raise OSError("the dumper's file is shorter than what it fetched")
 
     def _note(self, event: Event) -> None:
         self._damaged.append(dict(event.fields))

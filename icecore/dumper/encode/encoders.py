@@ -15,6 +15,7 @@ from contextlib import suppress
 from types import TracebackType
 
 from icecore.dumper.encode.protocol import (
+    ROOM_CELLS,
     Answer,
     Append,
     Appended,
@@ -35,9 +36,11 @@ from icecore.host.kernel.cpu import usable_cores
 from icecore.host.kernel.waiting import readable
 from icecore.host.rpc import packets
 from icecore.host.rpc.family import Family, FamilyMember
+from icecore.sizes import CELL_BYTES
 from icecore.store.backend.base import Backend
 from icecore.store.backend.local import write_at
 from icecore.store.format.cipher import encryption_of
+from icecore.store.format.codec import MAX_OVERHEAD
 from icecore.store.log.repository import StoredRepository
 from icecore.store.snapshot.bases import Fetch as Reader
 from icecore.store.snapshot.forms import Appender, AppenderLost, Room, Wanted, Written
@@ -46,16 +49,18 @@ from icecore.store.snapshot.trial import Objective
 #: Bytes that threads store before encoders are worth starting. All encoders together take a quarter
 #: of a second of CPU time to start, and each takes a few hundredths more.
 PAYS_BYTES = 512 << 20
-#: Bytes that, if they will probably be stored, make it worth starting encoders before that.
+#: Encoders start ahead if at least this many bytes will probably be stored.
 EXPECTED_BYTES = 2 << 30
 #: With fewer cores, threads are as fast. With more, the job and the writing threads need some.
 _LEAST_CORES = 5
 _MOST = 16
 #: Memory that an encoder takes.
 _BYTES = 64 << 20
-#: Bytes between two bases that are read at once.
+#: Most bytes between two bases that are read at once.
 _GAP_BYTES = 128 << 10
-#: Shorter reads are not of bases.
+#: Most bytes that are read at once, whatever the parent's records say.
+_MOST_BYTES = ROOM_CELLS * (CELL_BYTES + MAX_OVERHEAD + _GAP_BYTES)
+#: Shorter reads are of parts of deltas, not of bases.
 _LEAST_BASE = 1 << 10
 _PROGRAM = "icecore.dumper.encode.encoder_process"
 _PATIENCE_SECONDS = 60.0
@@ -80,8 +85,10 @@ class EncoderLost(AppenderLost):
 
 
 class _Bases:
-    """Reads the bases that one encoder asks for. While all chunks become deltas, adjacent bases are
-    read at once.
+    """Reads the bases that one encoder asks for.
+
+    Attributes:
+        together: Read adjacent bases at once: all chunks of the last request became deltas.
     """
 
     def __init__(self) -> None:
@@ -117,12 +124,17 @@ class _Bases:
         return self._room[first - self._held[1] :][: asked.length]
 
     def _end(self, asked: Fetch, wanted: Sequence[Wanted]) -> int:
-        """Return the end of the bases that follow what was asked for."""
+        """Return the end of what was asked for and of the adjacent bases after it."""
         end = asked.offset + asked.length
         places = [one.base.place for one in wanted if one.base is not None]
         for place in sorted(places, key=lambda place: place.offset):
-            if place.shard == asked.shard and 0 <= place.offset - end <= _GAP_BYTES:
-                end = place.offset + place.length
+            last = place.offset + place.length
+            if (
+                place.shard == asked.shard
+                and 0 <= place.offset - end <= _GAP_BYTES
+                and last - asked.offset <= _MOST_BYTES
+            ):
+                end = last
         return end
 
 
@@ -165,12 +177,9 @@ class Encoder(FamilyMember, Appender):
         sent = [place.descriptor] if place.name != self._file else []
         self._file = place.name
         try:
-            answer = self._answer(request, sent)
+            answer = self._carry_out(request, sent)
             while isinstance(answer, Fetch):
-                answer = self._answer(self._fetch(answer, place, wanted, fetch))
-        except OSError as error:  # for instance: too many descriptors are on their way in sockets
-            self._end()
-            raise EncoderLost(f"an encoder cannot be asked: {error}") from error
+                answer = self._carry_out(self._fetch(answer, place, wanted, fetch))
         except BaseException:
             self._end()
             raise
@@ -181,13 +190,22 @@ class Encoder(FamilyMember, Appender):
         return answer.chunks
 
     def _fetch(self, asked: Fetch, place: Room, wanted: Sequence[Wanted], fetch: Reader) -> Fetched:
-        """Put what the encoder asked for where it looks for it."""
+        """Read what the encoder asked for, and put it into the encoder's file."""
         try:
             found = self._bases.read(asked, wanted, fetch)
         except (Damaged, ObjectMissing) as error:
             return Fetched(str(error))
-        write_at(place.descriptor, [found], place.spare)
+        try:
+            write_at(place.descriptor, [found], place.spare)
+        except OSError as error:
+            raise EncoderLost(f"cannot write a base for an encoder: {error}") from error
         return Fetched()
+
+    def _carry_out(self, request: Append | Fetched, descriptors: Sequence[int] = ()) -> Answer:
+        try:
+            return self._answer(request, descriptors)
+        except OSError as error:  # for instance: too many descriptors are on their way in sockets
+            raise EncoderLost(f"an encoder cannot be asked: {error}") from error
 
     def _end(self) -> None:
         """Kill the encoder unless it has ended, and wait until it can no longer write. If the storage
@@ -244,8 +262,8 @@ class Encoder(FamilyMember, Appender):
 
 
 def can_encode(backend: Backend) -> bool:
-    """Return whether encoders can be used. They cannot write to drafts of a storage whose objects
-    they cannot read.
+    """Return whether encoders can be used. If the back end has drafts, they must be able to read
+    its objects from a directory.
     """
     return not backend.drafts or (backend.direct and bool(backend.folder))
 

@@ -2,9 +2,9 @@
 
 Each message (`icecore.host.rpc.packets`) is msgpack. An encoder reads a few cells at once from the
 dumper's memory, and returns the ids of their chunks (`Load`, `Loaded`). The encoder then encodes the
-chunks that the dumper has to store, and writes their *forms* (the bytes to store) to a file of the
-dumper's, a shard for instance (`Append`, `Appended`). If the repository is not a directory, the encoder
-meanwhile asks the dumper for the bases of deltas (`Fetch`, `Fetched`).
+chunks that the dumper has to store, and writes their *forms* (the bytes to store) to a file that the
+dumper has open, for instance a shard (`Append`, `Appended`). Meanwhile, if the repository is not a
+directory, the encoder asks the dumper for the bases of deltas (`Fetch`, `Fetched`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The first message.
 
     Attributes:
-        folder: The repository's directory, which holds the objects; empty: it has none.
+        folder: The repository's directory, which holds the objects; empty: the encoder asks
+            the dumper for bases.
         key, encryption: The repository's chunk key, and the encryption key, if any.
         pid: The process whose memory holds the cells.
         streams: Number of shard streams.
@@ -100,7 +101,7 @@ class Fetched(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The answer to `Fetch`: the bytes are at `Append.spare` in the file.
 
     Attributes:
-        error: Not empty: why they cannot be read; they are damaged or missing.
+        error: Why they cannot be read (damaged or missing); empty: no error.
     """
 
     error: str = ""
@@ -131,7 +132,7 @@ class Appended(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Read ``length`` bytes of a shard from ``offset`` on; sent while an `Append` is carried out."""
+    """Ask for ``length`` bytes of a shard from ``offset`` on, while an `Append` is carried out."""
 
     shard: bytes
     offset: int

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
 import time
 from collections.abc import Collection
 
@@ -23,13 +24,17 @@ class Claim:
     Args:
         pids: Host pids. Processes that have ended are left out.
         seconds: How long to wait for another dump.
+        stop: Stop waiting for another dump once this is set.
 
     Raises:
         DumpFailed: Another dump holds one of them for longer.
     """
 
-    def __init__(self, pids: Collection[int], seconds: float) -> None:
+    def __init__(
+        self, pids: Collection[int], seconds: float, stop: threading.Event | None = None
+    ) -> None:
         self._held: list[int] = []
+        self._stop = stop or threading.Event()
         end = time.monotonic() + seconds
         try:
             for pid in sorted(pids):  # always in the same order, against deadlocks
@@ -53,7 +58,8 @@ class Claim:
                         f"another dump holds process {pid}",
                         cure="try again after that dump",
                     ) from None
-                time.sleep(_POLL_SECONDS)
+                if self._stop.wait(_POLL_SECONDS):
+                    raise DumpFailed("the dump was abandoned") from None
 
     def release(self) -> None:
         """Let other dumps stop the processes. May be called twice."""

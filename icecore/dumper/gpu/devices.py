@@ -109,6 +109,8 @@ class Devices:
         staging_bytes: int,
         context: ScanContext,
         parent: Parent | None,
+        *,
+        reserved: int,
     ) -> None:
         """Wait until CUDA is initialised in the helper, query the processes' states, and prepare
         copies of resident memory.
@@ -117,6 +119,7 @@ class Devices:
             staging_bytes: Bound on pinned host memory for copies of resident memory; memory that is
                 likely to change and has no room on its GPU comes on top.
             context, parent: What stores these copies, and what they are compared with.
+            reserved: Bytes of host memory that other parts of the dump may still take.
 
         Raises:
             MissingTool: The driver's calls cannot be made.
@@ -152,20 +155,26 @@ class Devices:
         if self._resident is not None:
             with phase(self._emit, "dump.resident.prepare") as running:
                 running.fields |= self._resident.prepare(
-                    staging_bytes, context, parent, moved=self._inspection.most_bytes
+                    staging_bytes,
+                    context,
+                    parent,
+                    moved=self._inspection.most_bytes,
+                    reserved=reserved,
                 )
 
     def give_up(self) -> None:
-        """Make `require`, which runs in another thread, end soon: the dump has failed."""
+        """Make `require`, which runs in another thread, end soon, because the dump has failed."""
+        self._helper.give_up()
         if self._resident is not None:
             self._resident.give_up()
 
     def pre_copy(self, context: ScanContext, parent: Parent | None, *, least: int) -> None:
-        """Store resident memory without room on its GPU before the window, after `require`.
+        """Before the window, store resident memory that has no room on its GPU. Call it after
+        `require`.
 
         Args:
             context, parent: As for `require`.
-            least: Bytes without room from which on it pays off.
+            least: Do nothing if fewer bytes than this have no room.
         """
         if self._resident is not None:
             self._resident.pre_copy(context, parent, least=least)

@@ -95,6 +95,7 @@ class Resident:
         self._failure: BaseException | None = None
         self._copy: ResidentCopy | None = None
         self._sharing = Shares({}, {})
+        self._over = threading.Event()
         #: Where copies will probably go, once `prepare` knows.
         self.foreseen: Foreseen | None = None
         self._short: dict[str, int] = {}
@@ -113,8 +114,13 @@ class Resident:
             self._directory = -1
 
     def give_up(self) -> None:
-        """End the worker at once; what waits for it fails."""
-        self._worker.kill()
+        """Make `prepare`, which runs in another thread, end soon."""
+        self._over.set()
+        self._worker.give_up()
+
+    def _require_going_on(self) -> None:
+        if self._over.is_set():
+            raise DumpFailed("the dump was abandoned")
 
     @property
     def copying_pids(self) -> frozenset[int]:
@@ -132,7 +138,13 @@ class Resident:
         ]
 
     def prepare(
-        self, staging_bytes: int, context: ScanContext, parent: Parent | None, *, moved: int
+        self,
+        staging_bytes: int,
+        context: ScanContext,
+        parent: Parent | None,
+        *,
+        moved: int,
+        reserved: int,
     ) -> dict[str, Value]:
         """Prepare the worker on all GPUs, and host memory for copies, before anything is stopped.
 
@@ -142,6 +154,7 @@ class Resident:
             context, parent: What will store the copies, and what they are compared with.
             moved: Bytes that the driver will move into the host's memory. As many again are staged,
                 so twice this amount is not available.
+            reserved: Bytes of host memory that other parts of the dump may still take.
 
         Returns:
             Event fields: ``pinned`` bytes, and what was found of changes (docs/reference/events.md).
@@ -177,6 +190,7 @@ class Resident:
         except IcecoreError as error:  # `take_away` reports a worker that has ended
             said = {"not_looked": error.message}
             changed = {} if parent else sizes
+        self._require_going_on()
         # The job goes on writing: what changed in the parent may change again, and what is zeros now
         # may be in use by then. It is not known on which GPU the parent's changes were: they may all
         # be on any one GPU, but not on all of them.
@@ -193,7 +207,7 @@ class Resident:
                 for device, size in sizes.items()
             }
             likely = sum(wanted.values())
-        available = max(0, limits.memory_available() - 2 * moved)
+        available = max(0, limits.memory_available() - 2 * moved - reserved)
         most = pinned_bytes(
             sizes,
             self._spare,
@@ -203,7 +217,8 @@ class Resident:
             available=available,
         )
         self._region = HostRegion((RING + most // CELL_BYTES) * CELL_BYTES)
-        self._region.prefault()
+        self._region.prefault(self._over)
+        self._require_going_on()
         self._worker.take_host(self._region, min(sizes))
         self.foreseen = foresee(wanted, self._spare, most)
         self._short = {

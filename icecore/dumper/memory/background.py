@@ -1,4 +1,4 @@
-"""Work beside the running job, at a priority that leaves the job most of the CPU."""
+"""Work beside the running job, or beside other work of a dump."""
 
 from __future__ import annotations
 
@@ -54,12 +54,16 @@ def in_background(work: Callable[[], T], stop: threading.Event) -> T:
 
 
 @contextmanager
-def beside(work: Callable[[], object], interrupt: Callable[[], None]) -> Iterator[None]:
+def beside(
+    work: Callable[[], object], interrupt: Callable[[], None], failed: Callable[[], None]
+) -> Iterator[None]:
     """Run ``work`` in another thread, at this thread's priority, until the context is left.
 
     Args:
-        interrupt: Makes the work end soon. Called if the context fails; an error of the work is then
-            dropped.
+        interrupt: Makes the work end soon. Called if the context fails; a later error of the work
+            is dropped.
+        failed: Makes the context end soon. Called if the work fails; a later error of the context is
+            dropped, unless it is an interruption.
 
     Raises:
         The work's error, when the context is left.
@@ -71,15 +75,20 @@ def beside(work: Callable[[], object], interrupt: Callable[[], None]) -> Iterato
             work()
         except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
             failures.append(error)
+            failed()
 
     thread = threading.Thread(target=run, name="beside")
-    thread.start()
+    first: BaseException | None = None
     try:
+        thread.start()
         yield
         thread.join()
-    except BaseException:
+    except BaseException as error:
+        first = failures[0] if failures and isinstance(error, Exception) else None
         interrupt()
-        thread.join()
-        raise
-    if failures:
-        raise failures[0]
+        if thread.ident is not None:
+            thread.join()
+        if first is None:
+            raise
+    if first is not None or failures:
+        raise first or failures[0]

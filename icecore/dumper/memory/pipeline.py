@@ -263,13 +263,18 @@ class Pipeline:
         return SpaceSink(self, stream, plan, regions, known)
 
     def expect(self, size: int) -> None:
-        """Start the encoders in the background if ``size`` bytes, which will probably be stored, are
-        worth it.
+        """Start the encoders in the background if it pays off for ``size`` bytes, which will
+        probably be stored.
         """
         if self._encoders is None or size < EXPECTED_BYTES or self._starter is not None:
             return
-        self._starter = threading.Thread(target=self._start_ahead, name="encoders", daemon=True)
-        self._starter.start()
+        starter = threading.Thread(target=self._start_ahead, name="encoders", daemon=True)
+        try:
+            starter.start()
+        except RuntimeError as error:
+            self._lose(EncoderLost(f"no thread to start encoders: {error}"))
+        else:
+            self._starter = starter
 
     def _start_ahead(self) -> None:
         lower_priority()  # encoders and their threads inherit it
@@ -277,6 +282,8 @@ class Pipeline:
             self._start_encoders()
         except EncoderLost as error:
             self._lose(error)
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
+            self._fail(error)
 
     def put(self, sink: SpaceSink, row: int, slot: Slot) -> None:
         """Queue one cell.

@@ -93,7 +93,7 @@ def inspect_resident(
     """Find the GPU processes with resident memory.
 
     Args:
-        staging_bytes: What is pinned for copies unless their GPU has ample room.
+        staging_bytes: Bytes that are pinned for copies unless the GPUs have ample room.
 
     Returns:
         ``gpus`` with resident memory deducted, and what was found; None: no process has any.
@@ -199,7 +199,8 @@ def _foreseen(gpus: GpuInspection, sizes: Mapping[str, int], staging_bytes: int)
         for one in sizes
         if one in known
     }
-    available = max(0, limits.memory_available() - 2 * gpus.most_bytes)
+    reserved = limits.at_most_a_third(staging_bytes)
+    available = max(0, limits.memory_available() - 2 * gpus.most_bytes - reserved)
     host = pinned_bytes(
         sizes,
         spare,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -132,7 +133,6 @@ def prepare(request: Request, accepted: Accepted, stack: ExitStack) -> Ready:
         last=request.stopping.asked,
     )
     request.stopping.when_asked(storing.budget.lift_for_good)
-    storing.pipeline.expect(_expected(found, storing.parent))
     if storing.parent is not None:
         _warn_of_another_program(request, storing.parent.manifest)
         storing.parent.prepare()
@@ -142,14 +142,16 @@ def prepare(request: Request, accepted: Accepted, stack: ExitStack) -> Ready:
     files = open_files(found.files, storing.parent, stack)
     shared, files = shared.map(stack), files.map(stack)
     activity = look_ahead(options, found, (shared, files), storing.budget)
+    # Not earlier: starting encoders would distort the measurement of idle cores.
+    storing.pipeline.expect(_expected(found, storing.parent))
     data = _data(request, storing, stack)
-    claim = _claim(request, found, stack) if devices is not None else None
-    with _devices_beside(request, devices, storing):
+    with _devices_beside(request, found, devices, storing):
         copied = pre_copy(request, found, storing, (shared, files), activity)
         _require_budget(request, found, files, storing)
     learnt = [*copied.values(), *shared.expected, *files.expected]
     reserve(found, storing, learnt, shared.used + files.volatile, threads)
-    claim = claim or _claim(request, found, stack)
+    claim = _claim(request, found)
+    stack.callback(claim.release)
     if devices is not None:
         _pre_copy_devices(request, found, devices, storing)
     if data is not None:
@@ -163,7 +165,7 @@ def prepare(request: Request, accepted: Accepted, stack: ExitStack) -> Ready:
 
 
 def _expected(found: Inspection, parent: Parent | None) -> int:
-    """Return how many bytes will probably be stored: as many as changed in the parent, or all."""
+    """Return how many bytes will probably be stored: those that changed in the parent, or all."""
     if parent is not None:
         return parent.manifest.sizes.changed
     device, host, left = found.resident.copies if found.resident is not None else NOTHING
@@ -328,33 +330,50 @@ def _warn_of_another_program(request: Request, parent: Manifest) -> None:
         )
 
 
-def _claim(request: Request, found: Inspection, stack: ExitStack) -> Claim:
-    """Claim the tree's window, and those of its GPU processes. Two dumps that inspect device memory
-    at once would take the room on the GPU from each other's window, and each would end the other's
-    inspection.
+def _claim(request: Request, found: Inspection, stop: threading.Event | None = None) -> Claim:
+    """Claim the tree's window, and those of its GPU processes. ``stop`` ends the wait for another
+    dump.
     """
     with_devices = (
         [process.pid for process in found.gpus.processes] if found.gpus is not None else []
     )
-    claim = Claim(
+    return Claim(
         {request.target.pid, *with_devices},
         _CLAIM_DEVICES_SECONDS if with_devices else _CLAIM_SECONDS,
+        stop,
     )
-    stack.callback(claim.release)
-    return claim
 
 
 @contextmanager
-def _devices_beside(request: Request, devices: Devices | None, storing: Storing) -> Iterator[None]:
-    """Prepare the devices while the context runs: pre-copy mostly waits."""
+def _devices_beside(
+    request: Request, found: Inspection, devices: Devices | None, storing: Storing
+) -> Iterator[None]:
+    """Prepare the devices while the context runs. Pre-copy, which runs in it, mostly waits."""
     if devices is None:
         yield
         return
+    over = threading.Event()
+    reserved = limits.at_most_a_third(request.options.staging_bytes)
 
     def require() -> None:
-        devices.require(request.options.staging_bytes, storing.context, storing.parent)
+        # Two dumps that inspect device memory at once would take GPU memory that the other one
+        # needs in its window, and each would end the other's inspection.
+        claim = _claim(request, found, over)
+        try:
+            devices.require(
+                request.options.staging_bytes,
+                storing.context,
+                storing.parent,
+                reserved=reserved,
+            )
+        finally:
+            claim.release()
 
-    with beside(require, devices.give_up):
+    def give_up() -> None:
+        over.set()
+        devices.give_up()
+
+    with beside(require, give_up, storing.context.stop.set):
         yield
 
 

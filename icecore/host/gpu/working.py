@@ -57,11 +57,13 @@ class HostRegion:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         self._view = memoryview(self._mapping)
 
-    def prefault(self) -> None:
-        """Fault its memory in now, not in a window."""
+    def prefault(self, stop: threading.Event | None = None) -> None:
+        """Fault its memory in now, not in a window. Stop early once ``stop`` is set."""
         libc = ctypes.CDLL(None)
 
         def some(at: int) -> None:
+            if stop is not None and stop.is_set():
+                return
             libc.madvise(
                 ctypes.c_void_p(self.address + at),
                 ctypes.c_size_t(min(_PREFAULT, self.size - at)),

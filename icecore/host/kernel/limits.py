@@ -224,6 +224,11 @@ def memory_available() -> int:
     return available
 
 
+def at_most_a_third(size: int) -> int:
+    """Return ``size``, or a third of the available memory if that is less: what staging may take."""
+    return min(size, memory_available() // 3)
+
+
 def require_directory(path: str, option: str) -> None:
     """Require an existing directory.
 

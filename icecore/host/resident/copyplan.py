@@ -20,7 +20,7 @@ from icecore.sizes import CELL_BYTES as CELL
 
 #: No copy is larger, so that streams share the work evenly.
 LARGEST = 64 << 20
-#: Bytes of pinned memory through which copies on a device are stored, if there is so much memory.
+#: Most bytes of pinned memory through which copies on one device pass on their way to storage.
 THROUGH = 256 << 20
 
 
@@ -99,13 +99,14 @@ def pinned_bytes(
         spare: By device, bytes of its memory that copies may take.
         wanted: By device, how many of its bytes are likely to change.
         likely: How many are on all devices together, at the most.
-        staging: Pinned where a device has little room beyond all of its allocations: the job may
-            take some of it before the window.
+        staging: Bytes to pin if a device has little room beyond all of its allocations, because
+            the job may take some of that room before the window.
         available: Bytes of the host's memory that may be taken at all.
     """
     short = min(likely, sum(max(0, size - spare.get(device, 0)) for device, size in wanted.items()))
     beyond = min((spare.get(device, 0) - size for device, size in sizes.items()), default=0)
-    reserve = max(min(staging, 2 * staging - beyond), min(staging, THROUGH))
+    # Each free byte that the job takes adds one byte to copy, and takes half a byte of spare room.
+    reserve = max(min(staging, 3 * staging - beyond), min(staging, THROUGH * len(sizes)))
     return max(min(reserve, sum(sizes.values()), available // 4), min(short, available // 2))
 
 

@@ -96,13 +96,19 @@ class Client(ABC):
 
     def close(self) -> None:
         """End the process: it ends with its socket. May be called twice."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        self.give_up()
         if self._thread is not threading.current_thread():
             self._thread.join()
         self._socket.close()
         if self._process is not None:
             self._await_end(self._process)
+
+    def give_up(self) -> None:
+        """Make all pending and later calls fail at once; may be called from any thread. The process
+        ends when it notices; `close` waits for that.
+        """
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def __enter__(self) -> Self:
         return self

@@ -76,10 +76,14 @@ class Delta:
 class _Luck:
     """The success of deltas in one region, for bases that cannot be sampled cheaply: after
     failures, some bases are not even read.
+
+    Attributes:
+        unlike: The last base whose bitmap was looked up had another bitmap than the chunk to store.
     """
 
     losses: int = 0
     pause: int = 0
+    unlike: bool = False
 
 
 class Deltas:
@@ -142,14 +146,17 @@ class Deltas:
                 return None
             if looked is not None and looked > WORTH * full * _DOUBT:
                 return None
-            guessed = self._guess(bitmap, base, scratch)
+            guessed = None if luck.unlike else self._guess(bitmap, base, scratch)
             if guessed is None:
-                base = base._replace(bitmap=base.bitmap or self._bitmap(base.delta, scratch))
+                if not base.bitmap:
+                    base = base._replace(bitmap=self._bitmap(base.delta, scratch))
+                    luck.unlike = base.bitmap != bitmap
                 content = self._content(base, scratch)
             else:
                 base, content = guessed
             made = self._encode(region, bitmap, data, base, content, full, scratch)
             # Only a base that is used has to be verified: most failed attempts end before this.
+            # `_guess` has already verified the base that it returned.
             if (
                 made is not None
                 and guessed is None
@@ -210,15 +217,16 @@ class Deltas:
     def _guess(
         self, bitmap: bytes, base: Candidate, scratch: Scratch
     ) -> tuple[Candidate, memoryview] | None:
-        """Return a base whose bitmap is not known, and its content, if the chunk has the same bitmap.
-        Most have, and to look it up takes as long as to read the base.
+        """Guess that a base of unknown bitmap has the chunk's bitmap; return it and its content, or
+        None if the guess is wrong. Most guesses are right, and a lookup takes as long as reading
+        the base.
         """
         if base.bitmap:
             return None
         guessed = base._replace(bitmap=bitmap)
         try:
             content = self._content(guessed, scratch)
-        except Damaged:  # or of another length
+        except Damaged:  # or the base has another length
             return None
         if chunk_id(self._key, bitmap, content) != base.chunk:
             return None

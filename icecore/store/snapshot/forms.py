@@ -1,9 +1,9 @@
 """The stored forms of chunks: in full or as a delta, in the codec that suits.
 
 This is the part of the writer that needs a chunk's bytes, and it takes nearly all of the writer's
-CPU time. A program can have other processes do it (`Appender`). They write the forms to a shard, or,
-where shards are in memory, to a file of their own. These processes need the key, a way to read
-shards, and that file.
+CPU time. A program can have other processes do it (`Appender`). They write the forms to a shard or,
+if shards are in memory, to a separate file. These processes need the key, a way to read shards,
+and the file to which they write.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class Form(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Where another process may write forms: the end of a shard, or a file from which they are copied
-    to a shard.
+    """Where another process may write forms: the end of a shard, or a file from which they are
+    copied to a shard.
 
     Attributes:
         name: The file's name, 16 bytes; if the file is a shard, the shard's.
         descriptor: Its descriptor.
         offset: Where to write the first form.
         sealed: Whether the file is a shard, so that forms are encrypted if the repository is.
-        spare: Offset of room for a chunk's stored bytes, which this process reads for the other one;
-            -1: none.
+        spare: Offset at which this process puts the stored bytes of a chunk that it reads for the
+            other one; -1: the other process reads chunks itself.
     """
 
     name: bytes

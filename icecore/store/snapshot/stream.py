@@ -26,7 +26,7 @@ from icecore.store.format.names import random_id
 from icecore.store.format.shard import EncodedChunk, ShardBuilder, ShardTable, place_chunk
 from icecore.store.log.uploads import Uploads
 from icecore.store.runtime.pool import BufferPool, huge_buffer
-from icecore.store.snapshot.forms import Room, Written
+from icecore.store.snapshot.forms import AppenderLost, Room, Written
 
 #: Bytes of a shard that are worth a request while none is in flight.
 _WORTH_SENDING = 4 << 20
@@ -54,8 +54,11 @@ class ShardStream(ABC):
 
     @abstractmethod
     def lend(self, most: int, count: int) -> AbstractContextManager[Lent]:
-        """Let another process write up to ``count`` chunks of ``most`` bytes in total, including
-        those of the encryption. An error in the context makes the snapshot fail.
+        """Let another process write up to ``count`` chunks, of at most ``most`` bytes in total
+        including the encryption's. An error in the context makes the snapshot fail.
+
+        Raises:
+            AppenderLost: There is no room to lend.
         """
 
     @abstractmethod
@@ -71,7 +74,7 @@ class Lent(ABC):
     """What another process may write to, until the context ends.
 
     Attributes:
-        room: Where.
+        room: The place to write to.
         taken_back: Whether `take_back` was called.
     """
 
@@ -102,12 +105,12 @@ class _LentShard(Lent):
         return self._table.name, offset, one.length
 
 
-class _SharedFile:
+class SharedFile:
     """A file in memory that another process can write to; freed with the object.
 
     Attributes:
         name: 16 random bytes.
-        size: Bytes.
+        size: Its size in bytes.
         descriptor: Its descriptor.
     """
 
@@ -120,10 +123,28 @@ class _SharedFile:
         self.view = memoryview(mmap.mmap(self.descriptor, size))
 
 
+class SharedFiles:
+    """Gives each thread a :class:`SharedFile` of its own."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def get(self, size: int) -> SharedFile:
+        """Return this thread's file, with at least ``size`` bytes.
+
+        Raises:
+            OSError: It cannot be created.
+        """
+        file: SharedFile | None = getattr(self._local, "file", None)
+        if file is None or file.size < size:
+            file = self._local.file = SharedFile(size)
+        return file
+
+
 class _LentFile(Lent):
     """A file from which forms are copied to a shard."""
 
-    def __init__(self, file: _SharedFile, most: int, put: Callable[[EncodedChunk], Stored]) -> None:
+    def __init__(self, file: SharedFile, most: int, put: Callable[[EncodedChunk], Stored]) -> None:
         self.room = Room(file.name, file.descriptor, 0, sealed=False, spare=most)
         self._file = file
         self._put = put
@@ -133,6 +154,8 @@ class _LentFile(Lent):
         own = NO_CHUNK if one.base is None else one.base.chunk
         part = self._file.view[self._at : self._at + one.length]
         self._at += one.length
+        if self._at > self.room.spare:
+            raise ValueError("more was written than there was room for")
         return self._put(EncodedChunk(chunk, bitmap, own, one.number, [part], one.length))
 
 
@@ -289,12 +312,20 @@ class BufferedStream(ShardStream):
         keys: The repository's keys.
         closed: Called once for each shard.
         patience: Seconds to wait for a buffer.
+        files: The files that `lend` lends.
     """
 
     def __init__(
-        self, pool: BufferPool, uploads: Uploads, keys: Keys, closed: Closed, patience: float
+        self,
+        pool: BufferPool,
+        uploads: Uploads,
+        keys: Keys,
+        closed: Closed,
+        patience: float,
+        files: SharedFiles,
     ) -> None:
         self._pool = pool
+        self._files = files
         self._uploads = uploads
         self._keys = keys
         self._closed = closed
@@ -305,7 +336,6 @@ class BufferedStream(ShardStream):
         self._count = threading.Lock()
         self._open: _OpenShard | None = None
         self._begun = False
-        self._files = threading.local()
 
     def put(self, one: EncodedChunk) -> tuple[bytes, int, int]:
         stored = one.length + overhead(self._keys.chunk)
@@ -336,17 +366,14 @@ class BufferedStream(ShardStream):
     @contextmanager
     def lend(self, most: int, count: int) -> Iterator[Lent]:
         try:
-            yield _LentFile(self._file(most + CELL_BYTES + MAX_OVERHEAD), most, self.put)
+            file = self._files.get(most + CELL_BYTES + MAX_OVERHEAD)
+        except OSError as error:
+            raise AppenderLost(f"cannot create a file for an encoder's chunks: {error}") from error
+        try:
+            yield _LentFile(file, most, self.put)
         except BaseException as error:
             self._uploads.fail(error)
             raise
-
-    def _file(self, size: int) -> _SharedFile:
-        """Return this thread's file, with at least ``size`` bytes."""
-        file: _SharedFile | None = getattr(self._files, "file", None)
-        if file is None or file.size < size:
-            file = self._files.file = _SharedFile(size)
-        return file
 
     def _due(self, shard: _OpenShard) -> bool:
         """Return whether to close a shard early: the first one, while no upload is in flight,

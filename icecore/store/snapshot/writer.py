@@ -41,7 +41,7 @@ from icecore.store.snapshot.ahead import ReadAhead
 from icecore.store.snapshot.bases import Candidate
 from icecore.store.snapshot.forms import Appender, AppenderLost, Chunk, Forms, Wanted
 from icecore.store.snapshot.packs import MapWriter
-from icecore.store.snapshot.stream import BufferedStream, DraftStream, ShardStream
+from icecore.store.snapshot.stream import BufferedStream, DraftStream, ShardStream, SharedFiles
 from icecore.store.snapshot.trial import Objective
 
 T = TypeVar("T")
@@ -115,7 +115,8 @@ class SnapshotWriter:
         objective: What to save, bytes or time.
         emit: Gets ``store.upload``, ``store.commit`` and ``store.base_damaged`` events.
         memory: Bound in bytes of the shard buffers, used where the back end has no drafts; shards
-            are then as small as it requires. Each calling thread takes 7 to 9 MiB more.
+            are then as small as it requires. Each calling thread takes 7 to 9 MiB more, or about
+            5 MiB with an appender.
     """
 
     def __init__(
@@ -166,8 +167,9 @@ class SnapshotWriter:
             ]
         buffers = count + IN_FLIGHT
         pool = BufferPool(max(_LEAST_SHARD_BYTES, min(shard_bytes, memory // buffers)), buffers)
+        files = SharedFiles()
         return [
-            BufferedStream(pool, self._uploads, keys, self._closed, _PATIENCE_SECONDS)
+            BufferedStream(pool, self._uploads, keys, self._closed, _PATIENCE_SECONDS, files)
             for _ in range(count)
         ]
 
@@ -234,8 +236,8 @@ class SnapshotWriter:
     def store_read(
         self, stream: int, cells: Sequence[ReadCell], appender: Appender
     ) -> tuple[list[np.void], AppenderLost | None]:
-        """Store cells that an appender has read: it appends the chunks that are not stored yet to a
-        shard.
+        """Store cells that an appender has read: it writes the chunks that are not stored yet to a
+        shard, or to a file from which they are copied.
 
         Returns:
             The CELL records, and the appender's error if it was lost; this process then stored the
@@ -305,17 +307,20 @@ class SnapshotWriter:
         places: list[Stored] = []
         rest = codec.MAX_OVERHEAD + overhead(self._keys.chunk)
         most = sum(cells[number].length + rest for number in mine)
-        with self._streams[stream].lend(most, len(mine)) as lent:
-            try:
-                written = appender.append(stream, lent.room, wanted, self._emit, self._read)
-            except AppenderLost as error:
-                lost, written = error, []
-                lent.take_back()
-            for number, one in zip(mine, written, strict=lost is None):
-                chunk = cells[number].chunk
-                shard, offset, length = lent.add(chunk, cells[number].data_bitmap, one)
-                place = Place(shard, offset, length, one.number)
-                places.append(self._how(chunk, place, one.base))
+        try:
+            with self._streams[stream].lend(most, len(mine)) as lent:
+                try:
+                    written = appender.append(stream, lent.room, wanted, self._emit, self._read)
+                except AppenderLost as error:
+                    lost, written = error, []
+                    lent.take_back()
+                for number, one in zip(mine, written, strict=lost is None):
+                    chunk = cells[number].chunk
+                    shard, offset, length = lent.add(chunk, cells[number].data_bitmap, one)
+                    place = Place(shard, offset, length, one.number)
+                    places.append(self._how(chunk, place, one.base))
+        except AppenderLost as error:  # there was no room to lend
+            lost = error
         for number, place_of in zip(mine, places, strict=lost is None):
             stored[number] = self._count(place_of)
             self._settle(cells[number].chunk, place_of)
@@ -648,7 +653,7 @@ class SnapshotWriter:
         return self.session.usable(shard)
 
     def _read(self, shard: bytes, offset: int, out: memoryview) -> None:
-        """Read a shard for an appender, of which there are too many to read ahead for."""
+        """Read a shard for an appender. There is no read-ahead: there are too many appenders."""
         self._wait(self._repository.backend.get_into(object_name("shard", shard), offset, out))
 
     def _fetch(self, shard: bytes, offset: int, out: memoryview) -> None:
