@@ -8,6 +8,7 @@ import asyncio
 import filecmp
 import json
 import secrets
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -147,6 +148,56 @@ def test_the_whole_way(bucket: Cli) -> None:
     assert {"create", "get", "get_into", "list"} <= {event["operation"] for event in requests}
     for event in events:
         check_event(event, documented)
+
+
+#: Changes a few bytes in each 32 KiB of 48 MiB, and knows in the end what must be there.
+CHANGES = """
+import os, time
+import numpy as np
+
+def made():
+    return np.random.default_rng(1).integers(0, 1 << 62, 6 << 20)
+
+memory, steps = made(), 0
+while not os.path.exists("finish"):
+    memory[::4096] += 1
+    steps += 1
+    print(steps, flush=True)
+    time.sleep(0.05)
+right = made()
+right[::4096] += steps
+raise SystemExit(9 if (memory == right).all() else 1)
+"""
+
+
+@pytest.mark.criu
+@pytest.mark.usefixtures("needs_criu")
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
+def test_encoders(bucket: Cli, encrypted: bool) -> None:
+    """They ask the dumper for bases, which come from the bucket or the cache."""
+    secret = {"ICECORE_PASSPHRASE": "of the bucket"} if encrypted else {}
+    cli = replace(bucket, environment={**bucket.environment, **secret})
+    cli.run("init", *(["--encrypt"] if encrypted else []))
+    cli.run("run", "-d", "--name", "count", "--", sys.executable, "-c", CHANGES)
+    until(lambda: counted(cli) >= 3, "counting")
+    kept = {"ICECORE_CACHE_DIRECTORY": str(cli.folder / "cache")}
+    used: list[int] = []
+    # Encoders may begin too late for one snapshot.
+    while sum(map(bool, used)) < 2 and len(used) < 8:
+        cached = kept if len(used) % 2 else {}
+        said = cli.run("--json", "dump", "count", "--encoders", "2", **cached).stdout
+        events = [json.loads(line) for line in said.splitlines()]
+        (stored,) = (e for e in events if e["event"] == "dump.store" and e["state"] == "end")
+        assert not [e for e in events if e["event"] in ("dump.encoder_lost", "store.base_damaged")]
+        used.append(stored["encoders"] if stored["deltas"] >= 45 else 0)  # the first has none
+    assert sum(map(bool, used)) == 2
+    cli.run("dump", "count", "--stop")
+    at_end = counted(cli)
+    cli.run("restore", "latest")
+    until(lambda: counted(cli) > at_end, "going on")
+    (cli.folder / "finish").touch()
+    assert cli.one("job.ended", "wait", "count", status=9)["how"] == "exited 9"
+    assert cli.one("check.done", "check", "--read-data")["sound"]
 
 
 def test_an_encrypted_replica_in_a_bucket(

@@ -299,7 +299,7 @@ def test_an_encoder_that_ends_while_it_writes_loses_nothing(
 
     with local_place(tmp_path / "repository", encrypted=encrypted) as place:
         content = Content()
-        with storing(place, count=1) as (writer, staging, pipeline, encoders):
+        with storing(place, count=1, eager=False) as (writer, staging, pipeline, encoders):
             # The shard must hold a chunk when the encoder ends, so that it is published.
             content.store(pipeline, staging, KnownCells.none())
             content.change(1)

@@ -278,7 +278,7 @@ class Encoders:
         objective: What to save, bytes or time.
         begun: Called with the pid of each process that has begun: the one that forks the encoders,
             and each encoder.
-        eager: Start the encoders with the first cell, however little there is to store.
+        eager: Start the encoders however little there is to store.
     """
 
     def __init__(

@@ -264,9 +264,12 @@ class Pipeline:
 
     def expect(self, size: int) -> None:
         """Start the encoders in the background if it pays off for ``size`` bytes, which will
-        probably be stored.
+        probably be stored, or if they are eager.
         """
-        if self._encoders is None or size < EXPECTED_BYTES or self._starter is not None:
+        encoders = self._encoders
+        if encoders is None or self._starter is not None:
+            return
+        if size < EXPECTED_BYTES and not encoders.eager:
             return
         starter = threading.Thread(target=self._start_ahead, name="encoders", daemon=True)
         try:
