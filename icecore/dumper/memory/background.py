@@ -78,17 +78,16 @@ def beside(
             failed()
 
     thread = threading.Thread(target=run, name="beside")
-    first: BaseException | None = None
     try:
         thread.start()
         yield
         thread.join()
     except BaseException as error:
-        first = failures[0] if failures and isinstance(error, Exception) else None
+        later = bool(failures) and isinstance(error, Exception)
         interrupt()
         if thread.ident is not None:
             thread.join()
-        if first is None:
+        if not later:
             raise
-    if first is not None or failures:
-        raise first or failures[0]
+    if failures:
+        raise failures[0]

@@ -115,8 +115,8 @@ class SnapshotWriter:
         objective: What to save, bytes or time.
         emit: Gets ``store.upload``, ``store.commit`` and ``store.base_damaged`` events.
         memory: Bound in bytes of the shard buffers, used where the back end has no drafts; shards
-            are then as small as it requires. Each calling thread takes 7 to 9 MiB more, or about
-            5 MiB with an appender.
+            are then as small as it requires. Each calling thread takes 7 to 9 MiB more, or 5 to
+            10 MiB with an appender.
     """
 
     def __init__(
