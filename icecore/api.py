@@ -342,8 +342,9 @@ def dump(
             )
 
         def note(done: DumpResult) -> None:
-            if job is not None and job.directory.exists():
-                Job.load(job.directory).with_snapshot(done.snapshot, done.lineage)
+            if job is not None:
+                with suppress(NotFound):  # it has been removed
+                    job.with_snapshot(done.snapshot, done.lineage)
 
         return _dump(
             opened.core,

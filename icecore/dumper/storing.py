@@ -139,6 +139,8 @@ class Storing:
             reused: Spaces of the parent to take over as they are.
         """
         self.pipeline.drain()
+        if self.encoders is not None:
+            self.encoders.kill()  # they have nothing more to do, and end meanwhile
         spaces: list[Space] = []
         logical = zero = changed = device = 0
         for capture in captures:

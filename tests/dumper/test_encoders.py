@@ -521,7 +521,9 @@ def test_encoders_are_started_ahead(tmp_path: Path) -> None:
         while not encoders.begun and time.monotonic() < until:  # by the thread that was added
             time.sleep(0.01)
         assert encoders._family is not None and len(pipeline._threads) == 3
-        pids = descendants(encoders._family.pid)
+        # They are forked one after the other, and the first may be ready before the last exists.
+        while len(pids := descendants(encoders._family.pid)) < 3 and time.monotonic() < until:
+            time.sleep(0.01)
         nice = {os.getpriority(os.PRIO_PROCESS, pid) for pid in pids}
         assert len(pids) == 3 and nice == {os.getpriority(os.PRIO_PROCESS, 0) + NICE}
 

@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -336,6 +337,15 @@ def test_notes_on_snapshots(registry: Registry) -> None:
         "lineage",
     )
     assert job.description.restored_from == ""
+    with ThreadPoolExecutor(8) as pool:  # dumps that end at the same time
+        ids = [f"s{number}" for number in range(64)]
+        noted = list(pool.map(lambda one: job.with_snapshot(one, "lineage"), ids))
+    assert [one.description.snapshot for one in noted] == ids
+    assert registry.find("true").description.snapshot in ids
+    assert not list(job.directory.glob("*.new"))
+    registry.remove(job)
+    with pytest.raises(NotFound):
+        job.with_snapshot("s8", "lineage")
 
 
 def test_an_end_that_was_requested(registry: Registry) -> None:

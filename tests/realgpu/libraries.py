@@ -261,6 +261,221 @@ def optax(report: Report) -> None:
         report(float(loss))
 
 
+def fsdp(report: Report) -> None:
+    """FSDP with one rank under torchrun: an agent, its stores, and NCCL."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl")
+    model = _model().cuda()
+    for layer in model:
+        if isinstance(layer, torch.nn.Linear):
+            fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    while True:
+        for data, target in _loader():
+            loss = torch.nn.functional.cross_entropy(model(data.cuda()), target.cuda())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            dist.all_reduce(loss.detach())
+            report(loss.item())
+
+
+def profile(report: Report) -> None:
+    """PyTorch's profiler, which records every second step on the GPU."""
+    import torch
+    from torch.profiler import ProfilerActivity, schedule
+    from torch.profiler import profile as profiler
+
+    model = _model().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    order = schedule(wait=0, warmup=1, active=1)
+    with profiler(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], schedule=order) as made:
+        while True:
+            for data, target in _loader():
+                loss = torch.nn.functional.cross_entropy(model(data.cuda()), target.cuda())
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                made.step()
+                report(loss.item())
+
+
+def replayed(report: Report) -> None:
+    """torch.compile with CUDA graphs ("reduce-overhead")."""
+    import torch
+
+    model = _model().cuda()
+    fast = torch.compile(model, mode="reduce-overhead")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True)
+    while True:
+        for data, target in _loader():
+            torch.compiler.cudagraph_mark_step_begin()
+            loss = torch.nn.functional.cross_entropy(fast(data.cuda()), target.cuda())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            report(loss.item())
+
+
+def kernels(report: Report) -> None:
+    """Numba: kernels compiled while the program runs, streams, pinned and mapped host memory."""
+    import numpy as np
+    from numba import cuda
+
+    @cuda.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def mix(data, out, factor):  # type: ignore[no-untyped-def]
+        at = cuda.grid(1)
+        if at < data.size:
+            out[at] = data[at] * factor + (at % 7)
+
+    stream, size = cuda.stream(), 1 << 20
+    host = cuda.pinned_array(size, np.float64)
+    seen = cuda.mapped_array(size, np.float64)
+    host[:] = np.arange(size)
+    data = cuda.to_device(host, stream=stream)
+    step = 0
+    while True:
+        step += 1
+        mix[size // 256, 256, stream](data, seen, 1.0 + 1.0 / step)
+        data.copy_to_host(host, stream=stream)
+        stream.synchronize()
+        host[:] = (host + seen[::-1]) % 1000.0
+        data.copy_to_device(host, stream=stream)
+        report(host.sum() + seen.sum())
+
+
+def _double(tensors: Any, answers: Any) -> None:
+    while True:
+        tensor = tensors.get()
+        answers.put(float((tensor * 2).double().sum()))
+
+
+def queue(report: Report) -> None:
+    """A process that gets tensors on the GPU through a queue, as in asynchronous samplers."""
+    import torch
+
+    context = torch.multiprocessing.get_context("spawn")
+    tensors, answers = context.Queue(4), context.Queue()
+    context.Process(target=_double, args=(tensors, answers), daemon=True).start()
+    step, kept = 0, torch.arange(1 << 20, device="cuda", dtype=torch.float32)
+    while True:
+        step += 1
+        tensors.put(torch.sin(kept * step))
+        report(answers.get())
+
+
+def svi(report: Report) -> None:
+    """Stochastic variational inference in NumPyro."""
+    os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0 --xla_gpu_deterministic_ops=true"
+    import jax
+    import numpyro
+    from jax import numpy as jnp
+    from numpyro import distributions
+    from numpyro.infer import SVI, Trace_ELBO
+    from numpyro.infer.autoguide import AutoNormal
+
+    inputs = jax.random.normal(jax.random.key(1), (4096, 64))
+    targets = inputs @ jnp.arange(64.0) / 64
+
+    def model(inputs: Any, targets: Any) -> None:
+        weights = numpyro.sample("weights", distributions.Normal(jnp.zeros(64), 1).to_event(1))
+        with numpyro.plate("data", len(inputs)):
+            numpyro.sample("target", distributions.Normal(inputs @ weights, 0.1), obs=targets)
+
+    inference = SVI(model, AutoNormal(model), numpyro.optim.Adam(1e-2), Trace_ELBO())
+    state = inference.init(jax.random.key(2), inputs, targets)
+    update = jax.jit(inference.update)
+    while True:
+        state, loss = update(state, inputs, targets)
+        report(loss)
+
+
+def lora(report: Report) -> None:
+    """LoRA of PEFT in bfloat16 with activation checkpointing, and a log for TensorBoard."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from torch.utils.tensorboard import SummaryWriter
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(1)
+    config = GPT2Config(n_layer=4, n_head=4, n_embd=256, vocab_size=1000, n_positions=64)
+    model = GPT2LMHeadModel(config).cuda()
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    tuned = get_peft_model(
+        model, LoraConfig(r=8, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.1)
+    )
+    some = [one for one in tuned.parameters() if one.requires_grad]
+    optimizer, log, step = torch.optim.AdamW(some, lr=1e-3), SummaryWriter(tempfile.mkdtemp()), 0
+    while True:
+        step += 1
+        tokens = torch.randint(0, 1000, (32, 64), device="cuda")
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = tuned(input_ids=tokens, labels=tokens).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        log.add_scalar("loss", loss.item(), step)
+        report(loss.item())
+
+
+def offload(report: Report) -> None:
+    """The optimizer's state is in pinned host memory, and travels in a stream of its own."""
+    import torch
+
+    model = _model().cuda()
+    some = list(model.parameters())
+    host = [torch.zeros_like(one, device="cpu").pin_memory() for one in some]
+    gradients = [torch.empty_like(one, device="cpu").pin_memory() for one in some]
+    aside = torch.cuda.Stream()
+    while True:
+        for data, target in _loader():
+            loss = torch.nn.functional.cross_entropy(model(data.cuda()), target.cuda())
+            loss.backward()
+            aside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(aside):
+                for one, gradient in zip(some, gradients, strict=True):
+                    gradient.copy_(one.grad, non_blocking=True)
+            aside.synchronize()
+            with torch.no_grad():
+                for one, moment, gradient in zip(some, host, gradients, strict=True):
+                    moment.mul_(0.9).add_(gradient)
+                    one.sub_(moment.to("cuda", non_blocking=True), alpha=1e-3)
+                    one.grad = None
+            report(loss.item())
+
+
+def vision(report: Report) -> None:
+    """A model of timm, channels last, with loss scaling and an average of its weights."""
+    import timm
+    import torch
+    from timm.utils import ModelEmaV3
+
+    torch.manual_seed(1)
+    torch.backends.cudnn.deterministic = True
+    model = timm.create_model("resnet18", num_classes=16).cuda()
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload,unused-ignore]
+    average, scaler = ModelEmaV3(model), torch.amp.GradScaler("cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    while True:
+        images = torch.randn(16, 3, 96, 96, device="cuda")
+        images = images.contiguous(memory_format=torch.channels_last)
+        with torch.autocast("cuda", torch.float16):
+            loss = model(images).square().mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        average.update(model)
+        report(loss.item())
+
+
 #: Name → the function, and the modules that it needs.
 LIBRARIES: dict[str, tuple[Callable[[Report], None], tuple[str, ...]]] = {
     "trainer": (trainer, ("torch", "transformers", "accelerate")),
@@ -270,6 +485,19 @@ LIBRARIES: dict[str, tuple[Callable[[Report], None], tuple[str, ...]]] = {
     "onnx": (onnx, ("torch", "onnx", "onnxscript")),
     "pool": (pool, ("cupy",)),
     "optax": (optax, ("jax", "optax")),
+    "fsdp": (fsdp, ("torch",)),
+    "profile": (profile, ("torch",)),
+    "replayed": (replayed, ("torch",)),
+    "kernels": (kernels, ("numba.cuda",)),
+    "queue": (queue, ("torch",)),
+    "svi": (svi, ("jax", "numpyro")),
+    "lora": (lora, ("torch", "transformers", "peft", "tensorboard")),
+    "offload": (offload, ("torch",)),
+    "vision": (vision, ("torch", "timm")),
+}
+#: Name → what starts it, if it is not the interpreter itself.
+LAUNCHERS: dict[str, tuple[str, ...]] = {
+    "fsdp": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"),
 }
 
 

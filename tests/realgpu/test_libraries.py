@@ -8,7 +8,7 @@ import pytest
 
 from .conftest import needs
 from .jobs import HERE, Lab, lines, same, wait_lines
-from .libraries import LIBRARIES
+from .libraries import LAUNCHERS, LIBRARIES
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -17,13 +17,13 @@ pytestmark = pytest.mark.timeout(300)
 def test_a_library_goes_on(library: str, lab: Lab) -> None:
     """Beside it runs the same, undisturbed. Two snapshots, killed, restored from both."""
     needs(1, *LIBRARIES[library][1])
-    program, out = str(HERE / "libraries.py"), lab.folder / "lines"
+    program, out = (*LAUNCHERS.get(library, ()), str(HERE / "libraries.py")), lab.folder / "lines"
     # By default, JAX reserves three quarters of the free GPU memory.
     less = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.1"}
     undisturbed = lab.plain(
-        program, library, "--out", str(lab.folder / "undisturbed"), environment=less
+        *program, library, "--out", str(lab.folder / "undisturbed"), environment=less
     )
-    pid = lab.plain(program, library, "--out", str(out), environment=lab.resident())
+    pid = lab.plain(*program, library, "--out", str(out), environment=lab.resident())
     wait_lines(out, 20, lab.logs, 120)
     snapshots = []
     for _ in range(2):

@@ -426,12 +426,15 @@ class Resident:
         self._told = [agent for agent, future in futures if future.exception() is None]
 
     def store(self) -> list[SpaceCapture]:
-        """Hand everything that was copied aside to the pipeline and return the spaces.
+        """Hand everything that was copied aside to the pipeline and return the spaces. The worker,
+        which has nothing more to do, ends meanwhile.
 
         Raises:
             WorkerFailed: The worker ended while copies were on a GPU.
         """
-        return self._copy.store() if self._copy is not None else []
+        spaces = self._copy.store() if self._copy is not None else []
+        self._worker.give_up()
+        return spaces
 
     def describe(self, images: Mapping[int, int]) -> contract.Resident:
         """Return what a restore needs to know.

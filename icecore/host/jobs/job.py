@@ -9,6 +9,7 @@ the start offsets of logs that have a limit (`icecore.host.jobs.log_trimming`).
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -204,9 +205,27 @@ class Job:
         return job
 
     def with_snapshot(self, snapshot: str, lineage: str) -> Job:
-        """Record the snapshot just taken of the job, and its lineage, and return the job with them."""
-        job = Job(self.directory, replace(self.description, snapshot=snapshot, lineage=lineage))
-        job.save()
+        """Record the snapshot just taken of the job, and its lineage, and return the job with them.
+        Several dumps may do so at the same time.
+
+        Raises:
+            NotFound, Damaged: As `load`.
+        """
+        try:
+            directory = os.open(
+                self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            )
+        except FileNotFoundError as error:
+            raise NotFound(f"there is no job in {self.directory}") from error
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX)
+            now = Job.load(self.directory).description
+            job = Job(self.directory, replace(now, snapshot=snapshot, lineage=lineage))
+            job.save()
+            # Closing is not enough if another thread has forked meanwhile.
+            fcntl.flock(directory, fcntl.LOCK_UN)
+        finally:
+            os.close(directory)
         return job
 
     def with_resident(self, place: Path, *, keep: bool) -> Job:
