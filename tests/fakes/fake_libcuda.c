@@ -1057,6 +1057,105 @@ EXPORT int cuIpcCloseMemHandle(ptr address)
 	drop(found);
 	LEAVE(0);
 }
+/* Events. What is recorded is done once somebody waits for it. */
+enum { NOT_READY = 600, CAPTURED = 907 };
+struct event {
+	unsigned flags;
+	bool pending, captured;
+};
+static unsigned long shared_events;
+/* For tests: how many were ever made to be shared. */
+EXPORT unsigned long fake_shared_events(void)
+{
+	return shared_events;
+}
+EXPORT int cuEventCreate(struct event **out, unsigned flags)
+{
+	ENTER;
+	if (!usable())
+		LEAVE(NO_CONTEXT);
+	if ((flags & 4) && !(flags & 2))
+		LEAVE(INVALID);
+	*out = calloc(1, sizeof **out);
+	(*out)->flags = flags;
+	shared_events += !!(flags & 4);
+	LEAVE(0);
+}
+EXPORT int cuEventDestroy_v2(struct event *event)
+{
+	ENTER;
+	free(event);
+	LEAVE(0);
+}
+EXPORT int cuEventDestroy(struct event *event)
+{
+	ENTER;
+	free(event);
+	LEAVE(0);
+}
+static int record(struct event *event, void *stream)
+{
+	if (about(stream))
+		return about(stream);
+	event->captured = capture_of(stream) != NULL;
+	event->pending = !event->captured;
+	return 0;
+}
+EXPORT int cuEventRecord(struct event *event, void *stream)
+{
+	ENTER;
+	LEAVE(record(event, stream));
+}
+EXPORT int cuEventRecord_ptsz(struct event *event, void *stream)
+{
+	ENTER;
+	LEAVE(record(event, stream ? stream : (void *)2));
+}
+EXPORT int cuEventRecordWithFlags(struct event *event, void *stream, unsigned flags)
+{
+	ENTER;
+	LEAVE(flags > 1 ? INVALID : record(event, stream));
+}
+EXPORT int cuEventRecordWithFlags_ptsz(struct event *event, void *stream, unsigned flags)
+{
+	ENTER;
+	LEAVE(flags > 1 ? INVALID : record(event, stream ? stream : (void *)2));
+}
+EXPORT int cuEventQuery(const struct event *event)
+{
+	ENTER;
+	LEAVE(event->captured ? CAPTURED : event->pending ? NOT_READY : 0);
+}
+EXPORT int cuEventSynchronize(struct event *event)
+{
+	ENTER;
+	if (event->captured)
+		LEAVE(CAPTURED);
+	event->pending = false;
+	LEAVE(0);
+}
+EXPORT int cuStreamIsCapturing(void *stream, int *out)
+{
+	ENTER;
+	*out = capture_of(stream) != NULL;
+	LEAVE(0);
+}
+EXPORT int cuIpcGetEventHandle(struct ipc_handle *out, const struct event *event)
+{
+	ENTER;
+	if (!(event->flags & 4))
+		LEAVE(INVALID_HANDLE);
+	*out = (struct ipc_handle){.pid = getpid(), .address = (ptr)event};
+	LEAVE(0);
+}
+EXPORT int cuIpcOpenEventHandle(struct event **out, struct ipc_handle what)
+{
+	ENTER;
+	if (!usable() || what.pid == getpid())
+		LEAVE(NO_CONTEXT);
+	*out = calloc(1, sizeof **out);
+	LEAVE(0);
+}
 EXPORT int cuMemGetInfo_v2(size_t *unused, size_t *total)
 {
 	struct statvfs found;
@@ -1110,7 +1209,7 @@ EXPORT int cuCtxDisablePeerAccess(struct context *peer)
  * fixed address */
 
 #define IMAGE ((char *)DEVICE_IMAGE)
-enum { NOT_READY = 600, NO_GPU = 1 };
+enum { NO_GPU = 1 };
 static struct control *control;
 static int nodes[10];
 static int node_count;

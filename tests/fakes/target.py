@@ -219,6 +219,36 @@ def ipc_open(handle: str, flags: int = 1, call: object = None) -> tuple[int, int
     return int(code), out.value
 
 
+def event(flags: int = 6) -> tuple[int, int]:
+    """(result, event) of cuEventCreate; without timing and for other processes by default."""
+    out = ctypes.c_void_p()
+    code = cuda.cuEventCreate(ctypes.byref(out), flags)
+    return int(code), out.value or 0
+
+
+def event_call(name: str, event: int, *arguments: int, per_thread: bool = False) -> int:
+    """A call of the driver's about an event, as the CUDA runtime finds it."""
+    found = ctypes.cast(entry(name, flags=2 * per_thread), ctypes.c_void_p).value
+    assert found is not None
+    call = ctypes.CFUNCTYPE(ctypes.c_int)(found)
+    return int(call(ctypes.c_void_p(event), *(ctypes.c_void_p(one) for one in arguments)))
+
+
+def event_handle(event: int) -> tuple[int, str]:
+    """(result, handle in hexadecimal digits) of cuIpcGetEventHandle."""
+    out = IpcHandle()
+    code = cuda.cuIpcGetEventHandle(ctypes.byref(out), ctypes.c_void_p(event))
+    return int(code), bytes(out).hex()
+
+
+def event_open(handle: str) -> tuple[int, int]:
+    """(result, event) of cuIpcOpenEventHandle."""
+    out = ctypes.c_void_p()
+    what = IpcHandle.from_buffer_copy(bytes.fromhex(handle))
+    code = cuda.cuIpcOpenEventHandle(ctypes.byref(out), what)
+    return int(code), out.value or 0
+
+
 def ipc_entry(version: int) -> ctypes._CFuncPtr:
     """cuIpcOpenMemHandle as ``cuGetProcAddress`` finds it."""
     found = ctypes.cast(entry("cuIpcOpenMemHandle", version), ctypes.c_void_p).value

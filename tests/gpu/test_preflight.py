@@ -78,7 +78,8 @@ def test_memory_that_the_driver_cannot_move(launch: Launch, world: World) -> Non
     assert "cudaMalloc" in refusals(launch(also=["managed"]))["gpu-managed"]
     sharing = launch(also=["ipc"])
     try:
-        assert "610" in refusals(sharing)["gpu-ipc"]
+        cure = refusals(sharing)["gpu-ipc"]
+        assert "610" in cure and "run --gpu" in cure
         inventory(driver="610.20")(world)
         assert refusals(sharing) == {}
     finally:
@@ -142,6 +143,15 @@ def test_nccl_that_is_only_loaded(launch: Launch) -> None:
         "one process with one GPU has nobody to share with"
     )
     assert refusals(launch(GPUS[:2]), gpu_shared=True) == {}
+
+
+def test_nccl_that_a_process_without_a_context_has_loaded(launch: Launch, world: World) -> None:
+    """As torchrun's agent does, which is no rank."""
+    target = launch([GPUS[0], GPUS[0]], also=["nccl"])
+    assert "NCCL_P2P_DISABLE=1" in refusals(target, gpu_shared=True)["gpu-nccl"]
+    world.more["no_context"] = [target.pid]
+    world.write()
+    assert refusals(target) == {}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -308,7 +309,9 @@ def test_a_note_is_on_the_disk_before_it_is_the_note(
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", replaced)
     job.save()
-    assert steps == ["job.json.new", "replaced", job.instance]
+    written, *rest = steps
+    assert re.fullmatch(r"job\.json\.[0-9a-f]{8}\.new", written)
+    assert rest == ["replaced", job.instance]
 
 
 def test_an_init_that_nobody_could_look_at(registry: Registry) -> None:

@@ -322,33 +322,6 @@ def replayed(report: Report) -> None:
             report(loss.item())
 
 
-def kernels(report: Report) -> None:
-    """Numba: kernels compiled while the program runs, streams, pinned and mapped host memory."""
-    import numpy as np
-    from numba import cuda
-
-    @cuda.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
-    def mix(data, out, factor):  # type: ignore[no-untyped-def]
-        at = cuda.grid(1)
-        if at < data.size:
-            out[at] = data[at] * factor + (at % 7)
-
-    stream, size = cuda.stream(), 1 << 20
-    host = cuda.pinned_array(size, np.float64)
-    seen = cuda.mapped_array(size, np.float64)
-    host[:] = np.arange(size)
-    data = cuda.to_device(host, stream=stream)
-    step = 0
-    while True:
-        step += 1
-        mix[size // 256, 256, stream](data, seen, 1.0 + 1.0 / step)
-        data.copy_to_host(host, stream=stream)
-        stream.synchronize()
-        host[:] = (host + seen[::-1]) % 1000.0
-        data.copy_to_device(host, stream=stream)
-        report(host.sum() + seen.sum())
-
-
 def _double(tensors: Any, answers: Any) -> None:
     while True:
         tensor = tensors.get()
@@ -485,26 +458,24 @@ LIBRARIES: dict[str, tuple[Callable[[Report], None], tuple[str, ...]]] = {
     "onnx": (onnx, ("torch", "onnx", "onnxscript")),
     "pool": (pool, ("cupy",)),
     "optax": (optax, ("jax", "optax")),
-    "fsdp": (fsdp, ("torch",)),
-    "profile": (profile, ("torch",)),
     "replayed": (replayed, ("torch",)),
-    "kernels": (kernels, ("numba.cuda",)),
     "queue": (queue, ("torch",)),
     "svi": (svi, ("jax", "numpyro")),
     "lora": (lora, ("torch", "transformers", "peft", "tensorboard")),
     "offload": (offload, ("torch",)),
     "vision": (vision, ("torch", "timm")),
 }
-#: Name → what starts it, if it is not the interpreter itself.
-LAUNCHERS: dict[str, tuple[str, ...]] = {
-    "fsdp": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"),
+#: The same for those with tests of their own.
+OTHERS: dict[str, tuple[Callable[[Report], None], tuple[str, ...]]] = {
+    "fsdp": (fsdp, ("torch",)),
+    "profile": (profile, ("torch",)),
 }
 
 
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("library", choices=LIBRARIES)
+    parser.add_argument("library", choices=[*LIBRARIES, *OTHERS])
     parser.add_argument("--out", required=True)
     arguments = parser.parse_args()
     step = 0
@@ -516,7 +487,7 @@ def main() -> int:
             print(step, float(loss).hex(), file=out, flush=True)
             time.sleep(0.03)
 
-        LIBRARIES[arguments.library][0](report)
+        {**LIBRARIES, **OTHERS}[arguments.library][0](report)
     return 0
 
 

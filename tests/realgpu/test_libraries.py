@@ -6,24 +6,27 @@ from __future__ import annotations
 
 import pytest
 
+from icecore.errors import DumpFailed
+
 from .conftest import needs
 from .jobs import HERE, Lab, lines, same, wait_lines
-from .libraries import LAUNCHERS, LIBRARIES
+from .libraries import LIBRARIES, OTHERS
 
 pytestmark = pytest.mark.timeout(300)
+PROGRAM = str(HERE / "libraries.py")
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_library_goes_on(library: str, lab: Lab) -> None:
     """Beside it runs the same, undisturbed. Two snapshots, killed, restored from both."""
     needs(1, *LIBRARIES[library][1])
-    program, out = (*LAUNCHERS.get(library, ()), str(HERE / "libraries.py")), lab.folder / "lines"
+    out = lab.folder / "lines"
     # By default, JAX reserves three quarters of the free GPU memory.
     less = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.1"}
     undisturbed = lab.plain(
-        *program, library, "--out", str(lab.folder / "undisturbed"), environment=less
+        PROGRAM, library, "--out", str(lab.folder / "undisturbed"), environment=less
     )
-    pid = lab.plain(*program, library, "--out", str(out), environment=lab.resident())
+    pid = lab.plain(PROGRAM, library, "--out", str(out), environment=lab.resident())
     wait_lines(out, 20, lab.logs, 120)
     snapshots = []
     for _ in range(2):
@@ -39,3 +42,47 @@ def test_a_library_goes_on(library: str, lab: Lab) -> None:
         found = max(found, lines(out), key=len)
     same(found, wait_lines(lab.folder / "undisturbed", len(found), lab.logs, 120))
     lab.kill(undisturbed)
+
+
+def test_a_rank_under_torchrun(lab: Lab) -> None:
+    """`icecore run --gpu` of torchrun: two snapshots, killed, restored from both."""
+    needs(1, *OTHERS["fsdp"][1])
+    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", PROGRAM)
+    jobs = [
+        lab.run(name, *words, "fsdp", "--out", str(lab.folder / name), network=True)
+        for name in ("undisturbed", "train")
+    ]
+
+    def log() -> str:
+        return jobs[1].log_path("stderr").read_text()[-3000:]
+
+    out = lab.folder / "train"
+    wait_lines(out, 20, log, 120)
+    snapshots = []
+    for _ in range(2):
+        snapshots.append(lab.dump("train").snapshot)
+        wait_lines(out, len(lines(out)) + 60, log)
+    lab.kill(jobs[1].pid)
+    found = lines(out)
+    for snapshot in reversed(snapshots):
+        restored = lab.restore(snapshot)
+        wait_lines(out, len(lines(out)) + 60, log)
+        lab.kill(restored.pid)
+        same(lines(out), max(found, lines(out), key=len))
+        found = max(found, lines(out), key=len)
+    same(found, wait_lines(lab.folder / "undisturbed", len(found), log, 120))
+    lab.kill(jobs[0].pid)
+
+
+def test_a_profiled_process_is_refused_and_goes_on(lab: Lab) -> None:
+    """The driver cannot checkpoint it."""
+    needs(1, *OTHERS["profile"][1])
+    out = lab.folder / "lines"
+    pid = lab.plain(PROGRAM, "profile", "--out", str(out), environment=lab.resident())
+    wait_lines(out, 20, lab.logs, 120)
+    for _ in range(2):
+        with pytest.raises(DumpFailed) as caught:
+            lab.dump(pid)
+        assert "profiler" in caught.value.cure
+        wait_lines(out, len(lines(out)) + 60, lab.logs)
+    lab.kill(pid)

@@ -251,3 +251,97 @@ def test_windows_under_load(ranks: Ranks) -> None:
     two("_stop.set()")
     until(lambda: two.agent.report().counts.imported == 0)
     assert ranks.used() == [6 * MIB, 0]
+
+
+NOT_READY, CAPTURED = 600, 907
+
+
+def test_an_event_that_another_process_knows(ranks: Ranks) -> None:
+    """Whoever has learnt that it was recorded finds the recorded work done, in both processes and
+    through windows; nothing of it is the driver's.
+    """
+    one, two = ranks.all
+    code, event = one("event()")
+    assert code == 0
+    code, other = one("event(2)")
+    assert code == 0
+    # As long as no process can know of it, nobody waits.
+    assert one(
+        f"[event_call('cuEventRecord', {event}, 0), event_call('cuEventQuery', {event})]"
+    ) == [
+        0,
+        NOT_READY,
+    ]
+    code, handle = one(f"event_handle({event})")
+    assert code == 0 and one(f"[event_call('cuEventQuery', {event}), event_handle({event})]") == [
+        0,
+        [0, handle],
+    ]
+    code, there = two(f"event_open({handle!r})")
+    assert code == 0
+    for _ in range(2):
+        for target, shared in ((one, event), (two, there)):
+            for name, arguments in (("cuEventRecord", "0"), ("cuEventRecordWithFlags", "0, 0")):
+                for thread in (False, True):
+                    call = f"event_call({name!r}, {shared}, {arguments}, per_thread={thread})"
+                    assert target(f"[{call}, event_call('cuEventQuery', {shared})]") == [0, 0]
+                    assert target(f"cuda.fake_calls(b'{name}{'_ptsz' * thread}')") > 0
+        # Others are recorded as ever.
+        assert one(
+            f"[event_call('cuEventRecord', {other}, 0), event_call('cuEventQuery', {other})]"
+        ) == [
+            0,
+            NOT_READY,
+        ]
+        ranks.window()
+    assert one(f"event_handle({event})") == [0, handle]
+    third = ranks.machine.target()
+    third("start(0)")
+    code, late = third(f"event_open({handle!r})")
+    assert code == 0 and third(f"event_call('cuEventQuery', {late})") == 0
+    assert [target("cuda.fake_shared_events()") for target in (one, two, third)] == [0, 0, 0]
+
+
+def test_events_answer_as_the_drivers_do(ranks: Ranks) -> None:
+    one, two = ranks.all
+    assert one("event(4)")[0] == INVALID
+    code, plain = one("event(2)")
+    assert code == 0 and one(f"event_handle({plain})")[0] == INVALID_HANDLE
+    assert one("event_call('cuEventRecordWithFlags', event()[1], 0, 2)") == INVALID
+    assert two("[current(None), event()[0], event_open('00' * 64)[0]]") == [
+        0,
+        INVALID_CONTEXT,
+        INVALID_CONTEXT,
+    ]
+    # What is destroyed is forgotten, also if another event gets its place.
+    events = one("[event()[1] for _ in range(200)]")
+    handles = one(f"[event_handle(one)[0] for one in {events}]")
+    assert handles == [0] * 200 and len(set(events)) == 200
+    destroy = "event_call(name, one)"
+    names = "['cuEventDestroy', 'cuEventDestroy_v2'] * 100"
+    assert one(f"[{destroy} for one, name in zip({events}, {names})]") == [0] * 200
+    later = one("[event(2)[1] for _ in range(200)]")
+    assert set(later) & set(events), "the fake driver uses the memory again"
+    recorded = f"[(event_call('cuEventRecord', one, 0), event_call('cuEventQuery', one)) for one in {later}]"
+    assert one(recorded) == [[0, NOT_READY]] * 200
+
+
+def test_an_event_in_a_capture(ranks: Ranks) -> None:
+    """There it is an edge of the graph, which nobody waits for."""
+    one, _ = ranks.all
+    code, event = one("event()")
+    assert code == 0 and one(f"event_handle({event})")[0] == 0
+    stream, graph = 0x7000, "ctypes.byref(ctypes.c_void_p())"
+    assert one(
+        f"[cuda.cuStreamBeginCapture_v2({stream}, 0), event_call('cuEventRecord', {event}, {stream}),"
+        f" event_call('cuEventQuery', {event}), cuda.cuStreamEndCapture({stream}, {graph}),"
+        f" event_call('cuEventRecord', {event}, {stream}), event_call('cuEventQuery', {event})]"
+    ) == [0, 0, CAPTURED, 0, 0, 0]
+
+
+def test_a_forked_child_has_events_of_its_own(ranks: Ranks) -> None:
+    one, _ = ranks.all
+    code, event = one("event()")
+    assert code == 0 and one(f"event_handle({event})")[0] == 0
+    begun = f"[start(0) > 0, *event(2)[:1], event_call('cuEventRecord', {event}, 0)]"
+    assert one(f"forked({begun!r})") == [True, 0, 0]

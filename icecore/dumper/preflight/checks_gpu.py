@@ -90,12 +90,28 @@ managed = _each(
     "process {pid} has managed memory (cudaMallocManaged), which the driver cannot checkpoint",
     "have the program use cudaMalloc (paged optimizers and RMM's managed pools off)",
 )
-ipc = _each(
-    "gpu-ipc",
-    lambda process, inventory: process.ipc and inventory.branch < _IPC_DRIVER,
-    "process {pid} shares device memory or events by CUDA IPC, which this driver can checkpoint but not restore",
-    f"start it without CUDA IPC (torch.multiprocessing with CPU tensors; vLLM: --disable-custom-all-reduce), or install driver {_IPC_DRIVER} or newer",
-)
+def ipc(found: Inspection) -> list[Refusal]:
+    """Refuse what the driver shares by CUDA IPC. Under the preload, that is only memory that stays
+    with the driver.
+    """
+    gpus = found.gpus
+    if gpus is None or gpus.inventory is None or gpus.inventory.branch >= _IPC_DRIVER:
+        return []
+    reports = found.resident.reports if found.resident is not None else {}
+    return [
+        Refusal(
+            "gpu-ipc",
+            f"process {process.pid} shares device memory or events by CUDA IPC, which this driver can checkpoint but not restore",
+            (
+                "start it without CUDA IPC of memory that stays with the driver (allocations below 2 MiB, pools)"
+                if process.pid in reports
+                else "start the job with 'icecore run --gpu', which takes CUDA IPC over"
+            )
+            + f", or install driver {_IPC_DRIVER} or newer",
+        )
+        for process in gpus.processes
+        if process.ipc
+    ]
 
 
 def shared(found: Inspection) -> list[Refusal]:
@@ -157,7 +173,8 @@ def transports(found: Inspection) -> list[Refusal]:
     """
     if found.gpus is None:
         return []
-    ranks = [p for p in found.gpus.processes if p.communicates]
+    # torchrun's agent has NCCL loaded and connections, but no context.
+    ranks = [p for p in found.gpus.with_memory if p.communicates]
     if len(ranks) < 2 and not any(len(p.contexts) > 1 or p.outside for p in ranks):
         return []
     known = found.resident.reports if found.resident is not None else {}

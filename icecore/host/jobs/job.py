@@ -9,7 +9,6 @@ the start offsets of logs that have a limit (`icecore.host.jobs.log_trimming`).
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -168,13 +167,18 @@ class Job:
 
     def save(self) -> None:
         """Write job.json atomically and durably."""
-        path, new = self.directory / "job.json", self.directory / "job.json.new"
-        with open(create_private(new), "w") as file:
-            # The standard library's JSON: it can hold names that are not UTF-8, escaped.
-            file.write(json.dumps(asdict(self.description), indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
+        # Another process may do so at the same time.
+        new = self.directory / f"job.json.{os.urandom(4).hex()}.new"
+        try:
+            with open(create_private(new), "w") as file:
+                # The standard library's JSON: it can hold names that are not UTF-8, escaped.
+                file.write(json.dumps(asdict(self.description), indent=2) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(new, self.directory / "job.json")
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
         directory = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(directory)
@@ -211,21 +215,9 @@ class Job:
         Raises:
             NotFound, Damaged: As `load`.
         """
-        try:
-            directory = os.open(
-                self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-            )
-        except FileNotFoundError as error:
-            raise NotFound(f"there is no job in {self.directory}") from error
-        try:
-            fcntl.flock(directory, fcntl.LOCK_EX)
-            now = Job.load(self.directory).description
-            job = Job(self.directory, replace(now, snapshot=snapshot, lineage=lineage))
-            job.save()
-            # Closing is not enough if another thread has forked meanwhile.
-            fcntl.flock(directory, fcntl.LOCK_UN)
-        finally:
-            os.close(directory)
+        now = Job.load(self.directory).description
+        job = Job(self.directory, replace(now, snapshot=snapshot, lineage=lineage))
+        job.save()
         return job
 
     def with_resident(self, place: Path, *, keep: bool) -> Job:

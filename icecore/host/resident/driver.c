@@ -51,6 +51,10 @@ const struct driver *driver(void)
 			    (CUresult (*)(size_t *, int))driver_dlsym(library, "cuCtxGetLimit");
 			calls.cuCtxSetLimit =
 			    (CUresult (*)(int, size_t))driver_dlsym(library, "cuCtxSetLimit");
+			calls.cuEventSynchronize =
+			    (CUresult (*)(CUevent))driver_dlsym(library, "cuEventSynchronize");
+			calls.cuStreamIsCapturing = (CUresult (*)(CUstream, int *))driver_dlsym(
+			    library, "cuStreamIsCapturing");
 		}
 		__atomic_store_n(&loaded, library ? 1 : -1, __ATOMIC_RELEASE);
 		pthread_mutex_unlock(&load_lock);

@@ -9,7 +9,7 @@
 typedef int CUresult;
 typedef int CUdevice;
 typedef unsigned long long CUdeviceptr, CUhandle;
-typedef void *CUcontext, *CUstream, *CUpool;
+typedef void *CUcontext, *CUstream, *CUpool, *CUevent;
 
 enum {
 	CUDA_SUCCESS = 0,
@@ -134,6 +134,15 @@ _Static_assert(sizeof(struct allocation_properties) == 32 && sizeof(struct acces
 	HOOKED(cuIpcOpenMemHandle, (CUdeviceptr *, struct ipc_handle, unsigned)) \
 	HOOKED(cuIpcOpenMemHandle_v2, (CUdeviceptr *, struct ipc_handle, unsigned)) \
 	HOOKED(cuIpcCloseMemHandle, (CUdeviceptr)) \
+	HOOKED(cuEventCreate, (CUevent *, unsigned)) \
+	HOOKED(cuEventDestroy, (CUevent)) \
+	HOOKED(cuEventDestroy_v2, (CUevent)) \
+	HOOKED(cuEventRecord, (CUevent, CUstream)) \
+	HOOKED(cuEventRecord_ptsz, (CUevent, CUstream)) \
+	HOOKED(cuEventRecordWithFlags, (CUevent, CUstream, unsigned)) \
+	HOOKED(cuEventRecordWithFlags_ptsz, (CUevent, CUstream, unsigned)) \
+	HOOKED(cuIpcGetEventHandle, (struct ipc_handle *, CUevent)) \
+	HOOKED(cuIpcOpenEventHandle, (CUevent *, struct ipc_handle)) \
 	HOOKED(cuCtxEnablePeerAccess, (CUcontext, unsigned)) \
 	HOOKED(cuCtxDisablePeerAccess, (CUcontext)) \
 	HOOKED(cuCtxCreate_v2, (CUcontext *, unsigned, CUdevice)) \
@@ -155,6 +164,8 @@ struct driver {
 	CUresult (*cuThreadExchangeStreamCaptureMode)(int *);
 	CUresult (*cuCtxGetLimit)(size_t *, int);
 	CUresult (*cuCtxSetLimit)(int, size_t);
+	CUresult (*cuEventSynchronize)(CUevent);
+	CUresult (*cuStreamIsCapturing)(CUstream, int *);
 	int usable; /* every CALL was found */
 };
 

@@ -7,6 +7,7 @@
 #include "capture.h"
 #include "devices.h"
 #include "driver.h"
+#include "events.h"
 #include "fork.h"
 #include "handles.h"
 #include "holding.h"
@@ -31,6 +32,7 @@ static void in_child(void)
 	spare_in_child();
 	handles_in_child();
 	ipc_in_child();
+	events_in_child();
 	capture_in_child();
 	threads_in_child();
 	driver_in_child();

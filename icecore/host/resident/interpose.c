@@ -81,6 +81,16 @@ static const struct hook {
     {"cuIpcOpenMemHandle_v2", "cuIpcOpenMemHandle", 11000, resident_cuIpcOpenMemHandle_v2, NULL},
     {"cuIpcOpenMemHandle", "cuIpcOpenMemHandle", 4010, resident_cuIpcOpenMemHandle, NULL},
     {"cuIpcCloseMemHandle", "cuIpcCloseMemHandle", 4010, resident_cuIpcCloseMemHandle, NULL},
+    {"cuEventCreate", "cuEventCreate", 2000, resident_cuEventCreate, NULL},
+    {"cuEventDestroy_v2", "cuEventDestroy", 4000, resident_cuEventDestroy_v2, NULL},
+    {"cuEventDestroy", "cuEventDestroy", 2000, resident_cuEventDestroy, NULL},
+    {"cuEventRecord", "cuEventRecord", 2000, resident_cuEventRecord, resident_cuEventRecord_ptsz},
+    {"cuEventRecord_ptsz", NULL, 0, resident_cuEventRecord_ptsz, NULL},
+    {"cuEventRecordWithFlags", "cuEventRecordWithFlags", 11010, resident_cuEventRecordWithFlags,
+	resident_cuEventRecordWithFlags_ptsz},
+    {"cuEventRecordWithFlags_ptsz", NULL, 0, resident_cuEventRecordWithFlags_ptsz, NULL},
+    {"cuIpcGetEventHandle", "cuIpcGetEventHandle", 4010, resident_cuIpcGetEventHandle, NULL},
+    {"cuIpcOpenEventHandle", "cuIpcOpenEventHandle", 4010, resident_cuIpcOpenEventHandle, NULL},
     {"cuCtxEnablePeerAccess", "cuCtxEnablePeerAccess", 4000, resident_cuCtxEnablePeerAccess, NULL},
     {"cuCtxDisablePeerAccess", "cuCtxDisablePeerAccess", 4000, resident_cuCtxDisablePeerAccess,
 	NULL},
@@ -254,6 +264,15 @@ LINKED(cuIpcGetMemHandle, (struct ipc_handle * a, CUdeviceptr b), (a, b))
 LINKED(cuIpcOpenMemHandle, (CUdeviceptr * a, struct ipc_handle b, unsigned c), (a, b, c))
 LINKED(cuIpcOpenMemHandle_v2, (CUdeviceptr * a, struct ipc_handle b, unsigned c), (a, b, c))
 LINKED(cuIpcCloseMemHandle, (CUdeviceptr a), (a))
+LINKED(cuEventCreate, (CUevent * a, unsigned b), (a, b))
+LINKED(cuEventDestroy, (CUevent a), (a))
+LINKED(cuEventDestroy_v2, (CUevent a), (a))
+LINKED(cuEventRecord, (CUevent a, CUstream b), (a, b))
+LINKED(cuEventRecord_ptsz, (CUevent a, CUstream b), (a, b))
+LINKED(cuEventRecordWithFlags, (CUevent a, CUstream b, unsigned c), (a, b, c))
+LINKED(cuEventRecordWithFlags_ptsz, (CUevent a, CUstream b, unsigned c), (a, b, c))
+LINKED(cuIpcGetEventHandle, (struct ipc_handle * a, CUevent b), (a, b))
+LINKED(cuIpcOpenEventHandle, (CUevent * a, struct ipc_handle b), (a, b))
 LINKED(cuCtxEnablePeerAccess, (CUcontext a, unsigned b), (a, b))
 LINKED(cuCtxDisablePeerAccess, (CUcontext a), (a))
 LINKED(cuDevicePrimaryCtxRetain, (CUcontext * a, CUdevice b), (a, b))
