@@ -90,6 +90,8 @@ managed = _each(
     "process {pid} has managed memory (cudaMallocManaged), which the driver cannot checkpoint",
     "have the program use cudaMalloc (paged optimizers and RMM's managed pools off)",
 )
+
+
 def ipc(found: Inspection) -> list[Refusal]:
     """Refuse what the driver shares by CUDA IPC. Under the preload, that is only memory that stays
     with the driver.
