@@ -449,6 +449,129 @@ def vision(report: Report) -> None:
         report(loss.item())
 
 
+def maths(report: Report) -> None:
+    """Libraries behind PyTorch that keep plans, workspaces and states on the GPU: cuFFT, cuSOLVER,
+    cuSPARSE, and cuDNN's recurrent layers with dropout.
+    """
+    import torch
+
+    torch.manual_seed(1)
+    recurrent = torch.nn.LSTM(64, 64, num_layers=2, dropout=0.2).cuda()
+    rows = torch.arange(256, device="cuda").repeat_interleave(4)
+    columns = (rows * 7 + torch.arange(1024, device="cuda")) % 256
+    values = torch.linspace(0, 1, 1024, device="cuda")
+    sparse = torch.sparse_coo_tensor(torch.stack([rows, columns]), values, (256, 256))
+    sparse = sparse.coalesce().to_sparse_csr()
+    state, step = torch.randn(256, 256, device="cuda"), 0
+    with torch.no_grad():
+        while True:
+            step += 1
+            size = 128 << step % 3  # plans come and go
+            spectrum = torch.fft.rfft2(state[:size, :size]).abs().sum()
+            factor = torch.linalg.cholesky(state @ state.T + 300 * torch.eye(256, device="cuda"))
+            seen, _ = recurrent(factor.reshape(-1, 16, 64))
+            state = torch.tanh(sparse @ (state + seen.reshape(256, 256))) + torch.randn_like(state)
+            report((state.double().sum() + torch.linalg.svdvals(factor)[0] + spectrum).item())
+
+
+def driver_pool(report: Report) -> None:
+    """PyTorch with the driver's allocator (cudaMallocAsync), whose pool stays with the driver."""
+    os.environ["PYTORCH_ALLOC_CONF"] = os.environ["PYTORCH_CUDA_ALLOC_CONF"] = (
+        "backend:cudaMallocAsync"
+    )
+    import torch
+
+    assert torch.cuda.get_allocator_backend() == "cudaMallocAsync"
+    model = _model().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    while True:
+        for data, target in _loader():
+            loss = torch.nn.functional.cross_entropy(model(data.cuda()), target.cuda())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            report(loss.item())
+
+
+def ahead(report: Report) -> None:
+    """Graphed callables, and a thread that brings batches to the GPU in a stream of its own."""
+    import threading
+    from queue import Queue
+
+    import torch
+
+    model = _model().cuda()
+    sample = torch.randn(BATCH, WIDTH, device="cuda")
+    graphed = torch.cuda.make_graphed_callables(model, (sample,))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True)
+    batches: Queue[Any] = Queue(3)
+
+    def bring() -> None:
+        aside = torch.cuda.Stream(priority=-1)
+        number = 0
+        while True:
+            number += 1
+            generator = torch.Generator().manual_seed(number)
+            data = torch.randn(BATCH, WIDTH, generator=generator).pin_memory()
+            with torch.cuda.stream(aside):
+                there = data.to("cuda", non_blocking=True)
+                done = torch.cuda.Event()
+                done.record()
+            batches.put((data, there, done))
+
+    threading.Thread(target=bring, daemon=True).start()
+    target = torch.arange(BATCH, device="cuda") % CLASSES
+    while True:
+        _, data, done = batches.get()
+        done.wait()
+        data.record_stream(torch.cuda.current_stream())
+        loss = torch.nn.functional.cross_entropy(graphed(data), target)
+        optimizer.zero_grad(set_to_none=False)
+        loss.backward()
+        optimizer.step()
+        report(loss.item())
+
+
+def exchange(report: Report) -> None:
+    """PyTorch, CuPy and JAX in one process, which hand each other their arrays."""
+    os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0 --xla_gpu_deterministic_ops=true"
+    import cupy
+    import jax
+    import torch
+    from jax import numpy as jnp
+
+    turn = jax.jit(lambda data: jnp.roll(jnp.tanh(data), 1))
+    state = torch.linspace(-1, 1, 1 << 20, device="cuda")
+    while True:
+        turned = turn(jax.dlpack.from_dlpack(state)).block_until_ready()
+        there = cupy.from_dlpack(turned) * cupy.float32(1.01)
+        cupy.cuda.get_current_stream().synchronize()
+        state = torch.from_dlpack(there).clone()
+        report(state.double().sum().item())
+
+
+def gloo(report: Report) -> None:
+    """Two ranks under torchrun that share a GPU and add up their gradients by Gloo."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(_model().cuda())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step = 0
+    while True:
+        step += 1
+        generator = torch.Generator().manual_seed(2 * step + dist.get_rank())
+        data = torch.randn(BATCH, WIDTH, generator=generator).cuda()
+        loss = model(data).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        dist.all_reduce(loss.detach())
+        if dist.get_rank() == 0:
+            report(loss.item())
+
+
 #: Name → the function, and the modules that it needs.
 LIBRARIES: dict[str, tuple[Callable[[Report], None], tuple[str, ...]]] = {
     "trainer": (trainer, ("torch", "transformers", "accelerate")),
@@ -464,10 +587,15 @@ LIBRARIES: dict[str, tuple[Callable[[Report], None], tuple[str, ...]]] = {
     "lora": (lora, ("torch", "transformers", "peft", "tensorboard")),
     "offload": (offload, ("torch",)),
     "vision": (vision, ("torch", "timm")),
+    "maths": (maths, ("torch",)),
+    "driver_pool": (driver_pool, ("torch",)),
+    "ahead": (ahead, ("torch",)),
+    "exchange": (exchange, ("torch", "cupy", "jax")),
 }
 #: The same for those with tests of their own.
 OTHERS: dict[str, tuple[Callable[[Report], None], tuple[str, ...]]] = {
     "fsdp": (fsdp, ("torch",)),
+    "gloo": (gloo, ("torch",)),
     "profile": (profile, ("torch",)),
 }
 

@@ -44,12 +44,13 @@ def test_a_library_goes_on(library: str, lab: Lab) -> None:
     lab.kill(undisturbed)
 
 
-def test_a_rank_under_torchrun(lab: Lab) -> None:
+@pytest.mark.parametrize(("library", "ranks"), [("fsdp", 1), ("gloo", 2)])
+def test_ranks_under_torchrun(library: str, ranks: int, lab: Lab) -> None:
     """`icecore run --gpu` of torchrun: two snapshots, killed, restored from both."""
-    needs(1, *OTHERS["fsdp"][1])
-    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", PROGRAM)
+    needs(1, *OTHERS[library][1])
+    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), PROGRAM)
     jobs = [
-        lab.run(name, *words, "fsdp", "--out", str(lab.folder / name), network=True)
+        lab.run(name, *words, library, "--out", str(lab.folder / name), network=True)
         for name in ("undisturbed", "train")
     ]
 

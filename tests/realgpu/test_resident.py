@@ -38,6 +38,7 @@ PROGRAMS = {
         2000,
     ),
     "nvcc": (("{folder}/others",), (), 256),
+    "features": (("{folder}/features",), (), 0),
     "cupy": ((sys.executable, str(HERE / "others.py"), "cupy"), ("cupy",), 128),
     "jax": ((sys.executable, str(HERE / "others.py"), "jax"), ("jax",), 128),
 }
@@ -48,11 +49,12 @@ def test_a_program_goes_on(program: str, lab: Lab) -> None:
     """Beside it run, undisturbed, the same without the preload, and with it; all three do the same."""
     command, modules, resident = PROGRAMS[program]
     needs(1, *modules)
-    if program == "nvcc":
+    if program in ("nvcc", "features"):
         if not os.path.exists(_NVCC):
             pytest.skip("there is no nvcc")
+        built = Path(command[0].format(folder=lab.folder))
         subprocess.run(
-            [_NVCC, "-O2", "-o", lab.folder / "others", HERE / "others.cu"], check=True, timeout=120
+            [_NVCC, "-O2", "-o", built, HERE / f"{built.name}.cu"], check=True, timeout=120
         )
 
     def start(name: str, environment: dict[str, str]) -> tuple[int, Path]:
