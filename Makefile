@@ -27,7 +27,7 @@ demo: setup
 # Many tests wait: for CRIU, for a job's next step, for a time-out. So there are more workers than a machine of 2 cores has.
 # CRIU and the packages are installed side by side, which saves a quarter of a minute.
 test: machine-tests
-	$(MAKE) criu criu-newer & criu=$$!; $(MAKE) .stamps/installed && wait $$criu
+	$(MAKE) criu criu-newer & criu=$$!; trap 'kill $$criu 2>/dev/null || :' EXIT; $(MAKE) .stamps/installed; wait $$criu
 	.venv-test/bin/python tools/run-tests --workers 5 $(ARGS)
 
 # What CRIU itself does, in each version on the machine, and to each program of the tests; 'make test' runs a part of it, 'make torture' all.

@@ -140,7 +140,7 @@ class Storing:
         """
         self.pipeline.drain()
         if self.encoders is not None:
-            self.encoders.kill()  # they have nothing more to do, and end meanwhile
+            self.encoders.end()
         spaces: list[Space] = []
         logical = zero = changed = device = 0
         for capture in captures:

@@ -528,6 +528,27 @@ def test_encoders_are_started_ahead(tmp_path: Path) -> None:
         assert len(pids) == 3 and nice == {os.getpriority(os.PRIO_PROCESS, 0) + NICE}
 
 
+@pytest.mark.parametrize("after", [0.0, 0.02, 0.1])
+def test_encoders_that_end_as_they_start(after: float, tmp_path: Path) -> None:
+    """Nobody needs them any more: none of them is lost, and none is left."""
+    with (
+        local_place(tmp_path / "repository") as place,
+        storing(place, eager=False) as (_, _, pipeline, encoders),
+    ):
+        pipeline.expect(EXPECTED_BYTES)
+        time.sleep(after)
+        encoders.end()
+        assert pipeline._starter is not None
+        pipeline._starter.join(_WAIT)
+        assert not pipeline._starter.is_alive() and not encoders.start()
+        if encoders._family is not None:
+            until = time.monotonic() + _WAIT
+            while encoders._family.alive and time.monotonic() < until:
+                time.sleep(0.01)
+            assert not encoders._family.alive
+    assert reported(place) == []
+
+
 def test_an_encoder_that_hangs_while_it_writes_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1131,8 +1131,30 @@ EXPORT int cuEventSynchronize(struct event *event)
 	ENTER;
 	if (event->captured)
 		LEAVE(CAPTURED);
+	if (forbidden())
+		LEAVE(CAPTURING);
 	event->pending = false;
 	LEAVE(0);
+}
+EXPORT int cuCtxRecordEvent(const struct context *context, struct event *event)
+{
+	ENTER;
+	event->pending = true;
+	LEAVE(context ? 0 : NO_CONTEXT);
+}
+EXPORT int cuGraphAddEventRecordNode(
+    void **out, const void *graph, const void *before, size_t count, const struct event *event)
+{
+	ENTER;
+	*out = (void *)1;
+	LEAVE(graph && event && !before == !count ? 0 : INVALID);
+}
+EXPORT int cuGraphAddNode_v2(void **out, const void *graph, const void *before, const void *edges,
+    size_t count, const int *what)
+{
+	ENTER;
+	*out = (void *)1;
+	LEAVE(graph && what && !edges && !before == !count ? 0 : INVALID);
 }
 EXPORT int cuStreamIsCapturing(void *stream, int *out)
 {

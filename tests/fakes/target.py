@@ -219,6 +219,13 @@ def ipc_open(handle: str, flags: int = 1, call: object = None) -> tuple[int, int
     return int(code), out.value
 
 
+def _pointers(name: str, per_thread: bool = False) -> ctypes._CFuncPtr:
+    """A call of the driver's as the CUDA runtime finds it, of any arguments."""
+    found = ctypes.cast(entry(name, flags=2 * per_thread), ctypes.c_void_p).value
+    assert found is not None
+    return ctypes.CFUNCTYPE(ctypes.c_int)(found)
+
+
 def event(flags: int = 6) -> tuple[int, int]:
     """(result, event) of cuEventCreate; without timing and for other processes by default."""
     out = ctypes.c_void_p()
@@ -228,10 +235,28 @@ def event(flags: int = 6) -> tuple[int, int]:
 
 def event_call(name: str, event: int, *arguments: int, per_thread: bool = False) -> int:
     """A call of the driver's about an event, as the CUDA runtime finds it."""
-    found = ctypes.cast(entry(name, flags=2 * per_thread), ctypes.c_void_p).value
-    assert found is not None
-    call = ctypes.CFUNCTYPE(ctypes.c_int)(found)
+    call = _pointers(name, per_thread)
     return int(call(ctypes.c_void_p(event), *(ctypes.c_void_p(one) for one in arguments)))
+
+
+def event_nodes(event: int) -> list[int]:
+    """Results of the calls that put a node into a graph that records an event."""
+    out, kind = ctypes.c_void_p(), 7
+    parameters = (ctypes.c_ulonglong * 32)(kind, 0, event)
+    return [
+        call(
+            ctypes.byref(out),
+            ctypes.c_void_p(1),
+            None,
+            *([None] if older is None else []),
+            ctypes.c_size_t(0),
+            older or ctypes.byref(parameters),
+        )
+        for call, older in (
+            (_pointers("cuGraphAddEventRecordNode"), ctypes.c_void_p(event)),
+            (_pointers("cuGraphAddNode"), None),
+        )
+    ]
 
 
 def event_handle(event: int) -> tuple[int, str]:

@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,20 @@ def _loader() -> Any:
         persistent_workers=True,
         generator=torch.Generator().manual_seed(2),
     )
+
+
+def _losses(model: Any, capturable: bool = False) -> Iterator[Any]:
+    """Train a model on the GPU without end; yield the loss of each step."""
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=capturable)
+    while True:
+        for data, target in _loader():
+            loss = torch.nn.functional.cross_entropy(model(data.cuda()), target.cuda())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            yield loss.detach()
 
 
 def trainer(report: Report) -> None:
@@ -190,19 +204,11 @@ def onnx(report: Report) -> None:
     import torch
 
     model = _model().cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    folder = Path(tempfile.mkdtemp())
-    step = 0
-    while True:
-        for data, target in _loader():
-            step += 1
-            loss = torch.nn.functional.cross_entropy(model(data.cuda()), target.cuda())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            if step % 40 == 0:
-                torch.onnx.export(model, (data.cuda(),), folder / "model.onnx", dynamo=True)
-            report(loss.item())
+    sample, folder = torch.randn(BATCH, WIDTH, device="cuda"), Path(tempfile.mkdtemp())
+    for step, loss in enumerate(_losses(model), 1):
+        if step % 40 == 0:
+            torch.onnx.export(model, (sample,), folder / "model.onnx", dynamo=True)
+        report(loss)
 
 
 def pool(report: Report) -> None:
@@ -274,52 +280,31 @@ def fsdp(report: Report) -> None:
         if isinstance(layer, torch.nn.Linear):
             fully_shard(layer)
     fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    while True:
-        for data, target in _loader():
-            loss = torch.nn.functional.cross_entropy(model(data.cuda()), target.cuda())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            dist.all_reduce(loss.detach())
-            report(loss.item())
+    for loss in _losses(model):
+        dist.all_reduce(loss)
+        report(loss)
 
 
 def profile(report: Report) -> None:
     """PyTorch's profiler, which records every second step on the GPU."""
-    import torch
     from torch.profiler import ProfilerActivity, schedule
     from torch.profiler import profile as profiler
 
-    model = _model().cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     order = schedule(wait=0, warmup=1, active=1)
     with profiler(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], schedule=order) as made:
-        while True:
-            for data, target in _loader():
-                loss = torch.nn.functional.cross_entropy(model(data.cuda()), target.cuda())
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                made.step()
-                report(loss.item())
+        for loss in _losses(_model().cuda()):
+            made.step()
+            report(loss)
 
 
 def replayed(report: Report) -> None:
     """torch.compile with CUDA graphs ("reduce-overhead")."""
     import torch
 
-    model = _model().cuda()
-    fast = torch.compile(model, mode="reduce-overhead")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True)
-    while True:
-        for data, target in _loader():
-            torch.compiler.cudagraph_mark_step_begin()
-            loss = torch.nn.functional.cross_entropy(fast(data.cuda()), target.cuda())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            report(loss.item())
+    fast = torch.compile(_model().cuda(), mode="reduce-overhead")
+    for loss in _losses(fast, capturable=True):
+        report(loss)
+        torch.compiler.cudagraph_mark_step_begin()
 
 
 def _double(tensors: Any, answers: Any) -> None:
@@ -482,15 +467,8 @@ def driver_pool(report: Report) -> None:
     import torch
 
     assert torch.cuda.get_allocator_backend() == "cudaMallocAsync"
-    model = _model().cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    while True:
-        for data, target in _loader():
-            loss = torch.nn.functional.cross_entropy(model(data.cuda()), target.cuda())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            report(loss.item())
+    for loss in _losses(_model().cuda()):
+        report(loss)
 
 
 def ahead(report: Report) -> None:

@@ -340,12 +340,17 @@ class Encoders:
             try:
                 # The encoders inherit the nice value of this thread.
                 self._family = Family(_PROGRAM, str(os.getpid()), self.count)
+                if self._closing:  # since this began
+                    self._family.kill()
+                    return False
                 self._note_begun(self._family.pid)
                 for own in self._family.sockets:
                     self._all.append(Encoder(own, _PATIENCE_SECONDS, order))
             except (OSError, EncoderLost) as error:
                 if self._family is not None:
                     self._family.kill()
+                if self._closing:  # `end` has killed them
+                    return False
                 raise EncoderLost(f"encoders cannot be started: {error}") from error
             self._free = list(self._all)
         return True
@@ -379,6 +384,11 @@ class Encoders:
     def stop_waiting(self) -> None:
         """Make every thread in `wait` return, and start no more encoders."""
         self._closing = True
+
+    def end(self) -> None:
+        """Have the encoders end soon, without waiting: they have nothing more to do."""
+        self.stop_waiting()
+        self.kill()
 
     def kill(self) -> None:
         """Kill the encoders, whose answers are no longer needed."""

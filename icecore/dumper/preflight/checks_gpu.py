@@ -105,7 +105,7 @@ def ipc(found: Inspection) -> list[Refusal]:
             "gpu-ipc",
             f"process {process.pid} shares device memory or events by CUDA IPC, which this driver can checkpoint but not restore",
             (
-                "start it without CUDA IPC of memory that stays with the driver (allocations below 2 MiB, pools)"
+                "start it again if an older icecore started it, or without CUDA IPC of memory that stays with the driver (allocations below 2 MiB, pools)"
                 if process.pid in reports
                 else "start the job with 'icecore run --gpu', which takes CUDA IPC over"
             )

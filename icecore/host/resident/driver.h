@@ -23,6 +23,7 @@ enum {
 	CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED = 704,
 	CUDA_ERROR_NOT_SUPPORTED = 801,
 	CUDA_ERROR_CAPTURE_FIRST = 900,
+	CUDA_ERROR_CAPTURED_EVENT = 907,
 	CUDA_ERROR_CAPTURE_WRONG_THREAD = 908,
 	CUDA_ERROR_CAPTURE_LAST = 908,
 };
@@ -63,6 +64,11 @@ struct access {
 };
 struct ipc_handle {
 	char bytes[64];
+};
+/* The beginning of CUgraphNodeParams. */
+struct node_parameters {
+	int type, reserved[3];
+	CUevent event; /* if the type is that of a node that records or waits for an event */
 };
 _Static_assert(sizeof(struct allocation_properties) == 32 && sizeof(struct access) == 12,
     "as cuda.h has them");
@@ -141,6 +147,18 @@ _Static_assert(sizeof(struct allocation_properties) == 32 && sizeof(struct acces
 	HOOKED(cuEventRecord_ptsz, (CUevent, CUstream)) \
 	HOOKED(cuEventRecordWithFlags, (CUevent, CUstream, unsigned)) \
 	HOOKED(cuEventRecordWithFlags_ptsz, (CUevent, CUstream, unsigned)) \
+	HOOKED(cuCtxRecordEvent, (CUcontext, CUevent)) \
+	HOOKED(cuGreenCtxRecordEvent, (CUcontext, CUevent)) \
+	HOOKED(cuGraphAddEventRecordNode, (void **, void *, const void *, size_t, CUevent)) \
+	HOOKED(cuGraphEventRecordNodeSetEvent, (void *, CUevent)) \
+	HOOKED(cuGraphExecEventRecordNodeSetEvent, (void *, void *, CUevent)) \
+	HOOKED(cuGraphAddNode, \
+	    (void **, void *, const void *, size_t, const struct node_parameters *)) \
+	HOOKED(cuGraphAddNode_v2, \
+	    (void **, void *, const void *, const void *, size_t, \
+		const struct node_parameters *)) \
+	HOOKED(cuGraphNodeSetParams, (void *, const struct node_parameters *)) \
+	HOOKED(cuGraphExecNodeSetParams, (void *, void *, const struct node_parameters *)) \
 	HOOKED(cuIpcGetEventHandle, (struct ipc_handle *, CUevent)) \
 	HOOKED(cuIpcOpenEventHandle, (CUevent *, struct ipc_handle)) \
 	HOOKED(cuCtxEnablePeerAccess, (CUcontext, unsigned)) \

@@ -5,6 +5,8 @@
  * waited for at once. Work that was recorded earlier than that is waited for when the handle is
  * made. So wherever a process has learnt that an event was recorded, in this process or another,
  * the recorded work is done, and every event of that handle says so.
+ *
+ * Graphs record when they are launched, which nobody could wait for: they get no such event.
  */
 #include <pthread.h>
 #include <stdlib.h>
@@ -14,46 +16,85 @@
 #include "events.h"
 #include "holding.h"
 #include "hooks.h"
+#include "ipc.h"
 #include "table.h"
+#include "threads.h"
 
-#define INTERPROCESS 4u
+#define BLOCKING_SYNC 1u
 #define DISABLE_TIMING 2u
-
-/* The handle that applications pass around. */
-struct reference {
-	uint8_t magic[16];
-	uint8_t token[16];
-	uint64_t identity;
-	uint8_t reserved[24];
-};
-_Static_assert(sizeof(struct reference) == sizeof(struct ipc_handle), "as cuda.h has it");
+#define INTERPROCESS 4u
+#define RECORD_EXTERNAL 1u
+#define NODE_RECORDS 7 /* CU_GRAPH_NODE_TYPE_EVENT_RECORD */
+#define LEAST_ROOM 64
 
 /* Drawn once; another one than that of memory (ipc.c). */
 static const uint8_t magic[16] = {
     0x5E, 0x07, 0xB2, 0xF9, 0x8A, 0x31, 0xCC, 0x46, 0x1D, 0xE4, 0x93, 0x7F, 0x60, 0xAB, 0x28, 0xD5};
 
-/* Those that were made for other processes. */
+/* -- those that were made for other processes: a hash table with linear probing, at most half full */
+
 static struct event {
-	CUevent event;
+	CUevent event; /* NULL: a free place */
 	uint64_t identity; /* of its handle; 0: it has none */
+	unsigned flags;
 } *events;
 static size_t some, room; /* all under events_lock; `some` is also read without it */
 static uint64_t last_identity;
 static pthread_mutex_t events_lock = PTHREAD_MUTEX_INITIALIZER;
 
-static bool ours(void)
+static size_t home(CUevent event)
 {
-	const struct driver *d = driver();
+	return (size_t)((uint64_t)(uintptr_t)event * 0x9E3779B97F4A7C15u >> 20) & (room - 1);
+}
 
-	return d->usable && d->cuEventSynchronize && holding_directory();
+/* Where it is, or the free place where it belongs. */
+static struct event *place_of(CUevent event)
+{
+	size_t at = home(event);
+
+	while (events[at].event && events[at].event != event)
+		at = (at + 1) & (room - 1);
+	return &events[at];
 }
 
 static struct event *find(CUevent event)
 {
-	for (size_t i = 0; i < some; i++)
-		if (events[i].event == event)
-			return &events[i];
-	return NULL;
+	struct event *found = room ? place_of(event) : NULL;
+
+	return found && found->event ? found : NULL;
+}
+
+static bool make_room(void)
+{
+	if (2 * (some + 1) <= room)
+		return true;
+	struct event *before = events;
+	size_t places = room, more = room ? 2 * room : LEAST_ROOM;
+	struct event *grown = calloc(more, sizeof *grown);
+	if (!grown)
+		return false;
+	events = grown;
+	room = more;
+	for (size_t at = 0; at < places; at++)
+		if (before[at].event)
+			*place_of(before[at].event) = before[at];
+	free(before);
+	return true;
+}
+
+static bool add(const struct event *what)
+{
+	pthread_mutex_lock(&events_lock);
+	bool added = make_room();
+	if (added) {
+		struct event *place = place_of(what->event);
+		if (!place->event)
+			__atomic_store_n(&some, some + 1, __ATOMIC_RELEASE);
+		/* A destroyed context has taken events with it unseen. */
+		*place = *what;
+	}
+	pthread_mutex_unlock(&events_lock);
+	return added;
 }
 
 static void forget(CUevent event)
@@ -63,31 +104,37 @@ static void forget(CUevent event)
 	pthread_mutex_lock(&events_lock);
 	struct event *found = find(event);
 	if (found) {
-		*found = events[some - 1];
+		found->event = NULL;
 		__atomic_store_n(&some, some - 1, __ATOMIC_RELEASE);
+		/* What follows may have been put there because this place was taken. */
+		for (size_t at = (size_t)(found - events + 1) & (room - 1); events[at].event;
+		     at = (at + 1) & (room - 1)) {
+			struct event moved = events[at];
+			events[at].event = NULL;
+			*place_of(moved.event) = moved;
+		}
 	}
 	pthread_mutex_unlock(&events_lock);
 }
 
-static bool add(CUevent event, uint64_t identity)
+static bool is_known(CUevent event, bool with_handle)
 {
-	bool added = true;
-
+	if (!__atomic_load_n(&some, __ATOMIC_ACQUIRE))
+		return false;
 	pthread_mutex_lock(&events_lock);
-	if (some == room) {
-		size_t more = room ? 2 * room : 64;
-		struct event *grown = realloc(events, more * sizeof *events);
-		if (grown)
-			events = grown, room = more;
-		else
-			added = false;
-	}
-	if (added) {
-		events[some] = (struct event){event, identity};
-		__atomic_store_n(&some, some + 1, __ATOMIC_RELEASE);
-	}
+	struct event *found = find(event);
+	bool known = found && (found->identity || !with_handle);
 	pthread_mutex_unlock(&events_lock);
-	return added;
+	return known;
+}
+
+/* -- creation */
+
+static bool ours(void)
+{
+	const struct driver *d = driver();
+
+	return d->usable && d->cuEventSynchronize && holding_directory();
 }
 
 /* An event of the driver's that other processes will know by a handle of ours. */
@@ -95,12 +142,8 @@ static CUresult create(CUevent *out, unsigned flags, uint64_t identity)
 {
 	CUresult result = driver()->cuEventCreate(out, flags & ~INTERPROCESS);
 
-	if (result)
+	if (result || add(&(struct event){*out, identity, flags}))
 		return result;
-	/* A destroyed context takes its events with it unseen. */
-	forget(*out);
-	if (add(*out, identity))
-		return CUDA_SUCCESS;
 	driver()->cuEventDestroy_v2(*out);
 	return CUDA_ERROR_OUT_OF_MEMORY;
 }
@@ -130,9 +173,36 @@ CUresult resident_cuEventCreate(CUevent *out, unsigned flags)
 DESTROY(cuEventDestroy)
 DESTROY(cuEventDestroy_v2)
 
+/* -- handles */
+
+/* Somebody else's capture is not to fail by it. */
+static CUresult wait_for(CUevent event)
+{
+	const struct driver *d = driver();
+	int mode = CAPTURE_MODE_RELAXED;
+	bool exchanged =
+	    d->cuThreadExchangeStreamCaptureMode && !d->cuThreadExchangeStreamCaptureMode(&mode);
+	CUresult result = d->cuEventSynchronize(event);
+
+	if (exchanged)
+		d->cuThreadExchangeStreamCaptureMode(&mode);
+	return result;
+}
+
+static void fill_token(uint8_t *out)
+{
+	/* No window stops a thread here. */
+	threads_enter();
+	pthread_mutex_lock(&table_lock);
+	if (holding_token())
+		memcpy(out, holding_process_token, sizeof holding_process_token);
+	pthread_mutex_unlock(&table_lock);
+	threads_leave();
+}
+
 CUresult resident_cuIpcGetEventHandle(struct ipc_handle *out, CUevent event)
 {
-	struct reference made = {0};
+	struct ipc_reference made = {0};
 
 	if (!driver() || !driver()->cuIpcGetEventHandle)
 		return CUDA_ERROR_NOT_INITIALIZED;
@@ -140,80 +210,131 @@ CUresult resident_cuIpcGetEventHandle(struct ipc_handle *out, CUevent event)
 	struct event *found = out ? find(event) : NULL;
 	if (found) {
 		if (!found->identity)
-			__atomic_store_n(&found->identity, ++last_identity, __ATOMIC_RELEASE);
+			found->identity = ++last_identity;
 		made.identity = found->identity;
+		made.reserved[0] = found->flags & BLOCKING_SYNC;
 	}
 	pthread_mutex_unlock(&events_lock);
 	if (!found)
 		return driver()->cuIpcGetEventHandle(out, event);
 	/* From here on, what others record in it is waited for. */
-	CUresult result = driver()->cuEventSynchronize(event);
-	if (result)
+	CUresult result = wait_for(event);
+	/* Recorded in a capture, it has no work. */
+	if (result && result != CUDA_ERROR_CAPTURED_EVENT)
 		return result;
 	memcpy(made.magic, magic, sizeof magic);
-	pthread_mutex_lock(&table_lock);
-	if (holding_token())
-		memcpy(made.token, holding_process_token, sizeof made.token);
-	pthread_mutex_unlock(&table_lock);
+	fill_token(made.token);
 	memcpy(out, &made, sizeof made);
 	return CUDA_SUCCESS;
 }
 
 CUresult resident_cuIpcOpenEventHandle(CUevent *out, struct ipc_handle handle)
 {
-	struct reference what;
+	struct ipc_reference what;
 
 	if (!driver() || !driver()->cuIpcOpenEventHandle)
 		return CUDA_ERROR_NOT_INITIALIZED;
 	memcpy(&what, &handle, sizeof what);
-	if (memcmp(what.magic, magic, sizeof magic) || !driver()->cuEventCreate || !ours())
-		return driver()->cuIpcOpenEventHandle(out, handle);
-	return out ? create(out, DISABLE_TIMING, what.identity) : CUDA_ERROR_INVALID_VALUE;
+	if (!memcmp(what.magic, magic, sizeof magic) && driver()->cuEventCreate && ours())
+		return out ? create(out, DISABLE_TIMING | what.reserved[0], what.identity)
+			   : CUDA_ERROR_INVALID_VALUE;
+	CUresult result = driver()->cuIpcOpenEventHandle(out, handle);
+	if (result == CUDA_SUCCESS)
+		forget(*out);
+	return result;
 }
 
-static bool is_shared(CUevent event)
-{
-	if (!__atomic_load_n(&some, __ATOMIC_ACQUIRE))
-		return false;
-	pthread_mutex_lock(&events_lock);
-	struct event *found = find(event);
-	bool shared = found && found->identity;
-	pthread_mutex_unlock(&events_lock);
-	return shared;
-}
+/* -- records */
 
-/* Wait for what was recorded. A record in a capture is no work, but an edge of the graph. */
-static CUresult recorded(CUevent event, CUstream stream)
+static bool is_capturing(CUstream stream)
 {
 	const struct driver *d = driver();
 	int capturing = 0;
 
-	if (!is_shared(event))
-		return CUDA_SUCCESS;
-	if (capture_active() && d->cuStreamIsCapturing &&
-	    !d->cuStreamIsCapturing(stream, &capturing) && capturing)
-		return CUDA_SUCCESS;
-	return d->cuEventSynchronize(event);
+	return capture_active() && d->cuStreamIsCapturing &&
+	    !d->cuStreamIsCapturing(stream, &capturing) && capturing;
 }
 
-#define RECORD(name, parameters, arguments, stream) \
+/* In a capture it is an edge of the graph, which nobody waits for. */
+static CUresult recorded(CUevent event, CUstream stream)
+{
+	return is_known(event, true) && !is_capturing(stream) ? wait_for(event) : CUDA_SUCCESS;
+}
+
+#define RECORD(name, stream) \
+	CUresult resident_##name(CUevent event, CUstream in) \
+	{ \
+		if (!driver() || !driver()->name) \
+			return CUDA_ERROR_NOT_INITIALIZED; \
+		CUresult result = driver()->name(event, in); \
+		return result ? result : recorded(event, stream(in)); \
+	}
+/* In a capture, an external one is a node. */
+#define RECORD_WITH_FLAGS(name, stream) \
+	CUresult resident_##name(CUevent event, CUstream in, unsigned flags) \
+	{ \
+		if (!driver() || !driver()->name) \
+			return CUDA_ERROR_NOT_INITIALIZED; \
+		if ((flags & RECORD_EXTERNAL) && is_known(event, false) && \
+		    is_capturing(stream(in))) \
+			return CUDA_ERROR_NOT_SUPPORTED; \
+		CUresult result = driver()->name(event, in, flags); \
+		return result ? result : recorded(event, stream(in)); \
+	}
+#define SAME(stream) stream
+RECORD(cuEventRecord, SAME)
+RECORD(cuEventRecord_ptsz, OWN_OF_THREAD)
+RECORD_WITH_FLAGS(cuEventRecordWithFlags, SAME)
+RECORD_WITH_FLAGS(cuEventRecordWithFlags_ptsz, OWN_OF_THREAD)
+
+/* Of all streams of a context; they cannot be captured. */
+#define RECORD_OF_CONTEXT(name) \
+	CUresult resident_##name(CUcontext context, CUevent event) \
+	{ \
+		if (!driver() || !driver()->name) \
+			return CUDA_ERROR_NOT_INITIALIZED; \
+		CUresult result = driver()->name(context, event); \
+		return result || !is_known(event, true) ? result : wait_for(event); \
+	}
+RECORD_OF_CONTEXT(cuCtxRecordEvent)
+RECORD_OF_CONTEXT(cuGreenCtxRecordEvent)
+
+/* -- nodes of graphs that record */
+
+static bool records_known(const struct node_parameters *what)
+{
+	return what && what->type == NODE_RECORDS && is_known(what->event, false);
+}
+
+#define NODE(name, parameters, arguments, refused) \
 	CUresult resident_##name parameters \
 	{ \
 		if (!driver() || !driver()->name) \
 			return CUDA_ERROR_NOT_INITIALIZED; \
-		CUresult result = driver()->name arguments; \
-		return result ? result : recorded(event, stream); \
+		return refused ? CUDA_ERROR_NOT_SUPPORTED : driver()->name arguments; \
 	}
-RECORD(cuEventRecord, (CUevent event, CUstream stream), (event, stream), stream)
-RECORD(
-    cuEventRecord_ptsz, (CUevent event, CUstream stream), (event, stream), OWN_OF_THREAD(stream))
-RECORD(cuEventRecordWithFlags, (CUevent event, CUstream stream, unsigned flags),
-    (event, stream, flags), stream)
-RECORD(cuEventRecordWithFlags_ptsz, (CUevent event, CUstream stream, unsigned flags),
-    (event, stream, flags), OWN_OF_THREAD(stream))
+NODE(cuGraphAddEventRecordNode,
+    (void **out, void *graph, const void *before, size_t count, CUevent event),
+    (out, graph, before, count, event), is_known(event, false))
+NODE(cuGraphEventRecordNodeSetEvent, (void *node, CUevent event), (node, event),
+    is_known(event, false))
+NODE(cuGraphExecEventRecordNodeSetEvent, (void *graph, void *node, CUevent event),
+    (graph, node, event), is_known(event, false))
+NODE(cuGraphAddNode,
+    (void **out, void *graph, const void *before, size_t count, const struct node_parameters *what),
+    (out, graph, before, count, what), records_known(what))
+NODE(cuGraphAddNode_v2,
+    (void **out, void *graph, const void *before, const void *edges, size_t count,
+	const struct node_parameters *what),
+    (out, graph, before, edges, count, what), records_known(what))
+NODE(cuGraphNodeSetParams, (void *node, const struct node_parameters *what), (node, what),
+    records_known(what))
+NODE(cuGraphExecNodeSetParams, (void *graph, void *node, const struct node_parameters *what),
+    (graph, node, what), records_known(what))
 
 void events_in_child(void)
 {
 	pthread_mutex_init(&events_lock, NULL);
-	some = 0;
+	events = NULL;
+	some = room = 0;
 }

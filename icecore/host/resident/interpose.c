@@ -89,6 +89,19 @@ static const struct hook {
     {"cuEventRecordWithFlags", "cuEventRecordWithFlags", 11010, resident_cuEventRecordWithFlags,
 	resident_cuEventRecordWithFlags_ptsz},
     {"cuEventRecordWithFlags_ptsz", NULL, 0, resident_cuEventRecordWithFlags_ptsz, NULL},
+    {"cuCtxRecordEvent", "cuCtxRecordEvent", 12050, resident_cuCtxRecordEvent, NULL},
+    {"cuGreenCtxRecordEvent", "cuGreenCtxRecordEvent", 12040, resident_cuGreenCtxRecordEvent, NULL},
+    {"cuGraphAddEventRecordNode", "cuGraphAddEventRecordNode", 11010,
+	resident_cuGraphAddEventRecordNode, NULL},
+    {"cuGraphEventRecordNodeSetEvent", "cuGraphEventRecordNodeSetEvent", 11010,
+	resident_cuGraphEventRecordNodeSetEvent, NULL},
+    {"cuGraphExecEventRecordNodeSetEvent", "cuGraphExecEventRecordNodeSetEvent", 11010,
+	resident_cuGraphExecEventRecordNodeSetEvent, NULL},
+    {"cuGraphAddNode_v2", "cuGraphAddNode", AS_ANSWERED, resident_cuGraphAddNode_v2, NULL},
+    {"cuGraphAddNode", "cuGraphAddNode", AS_ANSWERED, resident_cuGraphAddNode, NULL},
+    {"cuGraphNodeSetParams", "cuGraphNodeSetParams", 12020, resident_cuGraphNodeSetParams, NULL},
+    {"cuGraphExecNodeSetParams", "cuGraphExecNodeSetParams", 12020,
+	resident_cuGraphExecNodeSetParams, NULL},
     {"cuIpcGetEventHandle", "cuIpcGetEventHandle", 4010, resident_cuIpcGetEventHandle, NULL},
     {"cuIpcOpenEventHandle", "cuIpcOpenEventHandle", 4010, resident_cuIpcOpenEventHandle, NULL},
     {"cuCtxEnablePeerAccess", "cuCtxEnablePeerAccess", 4000, resident_cuCtxEnablePeerAccess, NULL},
@@ -271,6 +284,19 @@ LINKED(cuEventRecord, (CUevent a, CUstream b), (a, b))
 LINKED(cuEventRecord_ptsz, (CUevent a, CUstream b), (a, b))
 LINKED(cuEventRecordWithFlags, (CUevent a, CUstream b, unsigned c), (a, b, c))
 LINKED(cuEventRecordWithFlags_ptsz, (CUevent a, CUstream b, unsigned c), (a, b, c))
+LINKED(cuCtxRecordEvent, (CUcontext a, CUevent b), (a, b))
+LINKED(cuGreenCtxRecordEvent, (CUcontext a, CUevent b), (a, b))
+LINKED(cuGraphAddEventRecordNode, (void **a, void *b, const void *c, size_t d, CUevent e),
+    (a, b, c, d, e))
+LINKED(cuGraphEventRecordNodeSetEvent, (void *a, CUevent b), (a, b))
+LINKED(cuGraphExecEventRecordNodeSetEvent, (void *a, void *b, CUevent c), (a, b, c))
+LINKED(cuGraphAddNode,
+    (void **a, void *b, const void *c, size_t d, const struct node_parameters *e), (a, b, c, d, e))
+LINKED(cuGraphAddNode_v2,
+    (void **a, void *b, const void *c, const void *d, size_t e, const struct node_parameters *f),
+    (a, b, c, d, e, f))
+LINKED(cuGraphNodeSetParams, (void *a, const struct node_parameters *b), (a, b))
+LINKED(cuGraphExecNodeSetParams, (void *a, void *b, const struct node_parameters *c), (a, b, c))
 LINKED(cuIpcGetEventHandle, (struct ipc_handle * a, CUevent b), (a, b))
 LINKED(cuIpcOpenEventHandle, (CUevent * a, struct ipc_handle b), (a, b))
 LINKED(cuCtxEnablePeerAccess, (CUcontext a, unsigned b), (a, b))

@@ -22,16 +22,6 @@
 
 #define LAZY_PEER_ACCESS 1u /* the only flag that there is */
 
-/* The handle that applications pass around. The same memory has the same bytes: PyTorch and others
- * use them as keys of what they have open. */
-struct reference {
-	uint8_t magic[16];
-	uint8_t token[16];
-	uint64_t identity;
-	uint8_t reserved[24];
-};
-_Static_assert(sizeof(struct reference) == sizeof(struct ipc_handle), "as cuda.h has it");
-
 /* Drawn once; the driver's have the exporter's process id and small numbers in their first words.
  */
 static const uint8_t magic[16] = {
@@ -59,7 +49,7 @@ static bool has_context(void)
 /* -1: not of ours. */
 static CUresult refer(struct ipc_handle *out, CUdeviceptr address)
 {
-	struct reference made = {0};
+	struct ipc_reference made = {0};
 	CUresult result = -1;
 
 	pthread_mutex_lock(&table_lock);
@@ -101,14 +91,14 @@ CUresult resident_cuIpcGetMemHandle(struct ipc_handle *out, CUdeviceptr address)
 
 /* -- opened ones; all under ipc_lock */
 
-static bool same(const struct allocation *at, const struct reference *what)
+static bool same(const struct allocation *at, const struct ipc_reference *what)
 {
 	return at->mapping.opened && at->mapping.source == what->identity &&
 	    !memcmp(at->mapping.source_token, what->token, sizeof what->token);
 }
 
 /* Under table_lock. */
-static struct allocation *find_opened(const struct reference *what)
+static struct allocation *find_opened(const struct ipc_reference *what)
 {
 	struct allocation *at = NULL;
 
@@ -127,7 +117,7 @@ static CUresult give_access(CUdeviceptr address, size_t size, CUdevice device)
 }
 
 /* Once more; -1: it is not open here. */
-static CUresult open_again(CUdeviceptr *out, const struct reference *what, CUdevice device)
+static CUresult open_again(CUdeviceptr *out, const struct ipc_reference *what, CUdevice device)
 {
 	CUresult result = -1;
 
@@ -150,7 +140,7 @@ static CUresult open_again(CUdeviceptr *out, const struct reference *what, CUdev
 }
 
 static CUresult open_first(
-    CUdeviceptr *out, const struct reference *what, CUcontext context, CUdevice device)
+    CUdeviceptr *out, const struct ipc_reference *what, CUcontext context, CUdevice device)
 {
 	const struct driver *d = driver();
 	struct allocation made = {.kind = KIND_MAPPING,
@@ -193,7 +183,7 @@ no_address:
 	return result;
 }
 
-static CUresult open_reference(CUdeviceptr *out, const struct reference *what, unsigned flags)
+static CUresult open_reference(CUdeviceptr *out, const struct ipc_reference *what, unsigned flags)
 {
 	const struct driver *d = driver();
 	CUcontext context = NULL;
@@ -224,7 +214,7 @@ static CUresult open_reference(CUdeviceptr *out, const struct reference *what, u
 static CUresult open_handle(CUresult (*call)(CUdeviceptr *, struct ipc_handle, unsigned),
     CUdeviceptr *out, struct ipc_handle handle, unsigned flags)
 {
-	struct reference what;
+	struct ipc_reference what;
 
 	memcpy(&what, &handle, sizeof what);
 	if (!memcmp(what.magic, magic, sizeof magic) && holding_directory() && driver()->usable)

@@ -2,7 +2,19 @@
 #ifndef ICECORE_RESIDENT_IPC_H
 #define ICECORE_RESIDENT_IPC_H
 
+#include <stdint.h>
+
 #include "driver.h"
+
+/* The handle of memory or of an event that applications pass around. The same memory has the same
+ * bytes: PyTorch and others use them as keys of what they have open. */
+struct ipc_reference {
+	uint8_t magic[16];
+	uint8_t token[16]; /* of the process that made it */
+	uint64_t identity;
+	uint8_t reserved[24];
+};
+_Static_assert(sizeof(struct ipc_reference) == sizeof(struct ipc_handle), "as cuda.h has it");
 
 void ipc_forget_context(CUcontext context); /* which is gone */
 void ipc_in_child(void);
