@@ -302,7 +302,7 @@ class Encoders:
         self._family: Family | None = None
         self._all: list[Encoder] = []
         self._free: list[Encoder] = []
-        self._closing = False
+        self._closing = threading.Event()
 
     @property
     def begun(self) -> int:
@@ -324,7 +324,7 @@ class Encoders:
             EncoderLost: The machine has no room for them.
         """
         with self._change:
-            if self._tried or self._closing:
+            if self._tried or self._closing.is_set():
                 return False
             self._tried = True
             backend, key = self._repository.backend, self._repository.keys.chunk
@@ -340,7 +340,7 @@ class Encoders:
             try:
                 # The encoders inherit the nice value of this thread.
                 self._family = Family(_PROGRAM, str(os.getpid()), self.count)
-                if self._closing:  # since this began
+                if self._closing.is_set():  # since this began
                     self._family.kill()
                     return False
                 self._note_begun(self._family.pid)
@@ -349,7 +349,7 @@ class Encoders:
             except (OSError, EncoderLost) as error:
                 if self._family is not None:
                     self._family.kill()
-                if self._closing:  # `end` has killed them
+                if self._closing.is_set():  # `end` has killed them
                     return False
                 raise EncoderLost(f"encoders cannot be started: {error}") from error
             self._free = list(self._all)
@@ -374,7 +374,7 @@ class Encoders:
         none has begun in time, or the dump ends.
         """
         until = time.monotonic() + _PATIENCE_SECONDS
-        while self._free and not self._closing and time.monotonic() < until:
+        while self._free and not self._closing.is_set() and time.monotonic() < until:
             encoder = self.take()
             if encoder is not None:
                 return encoder
@@ -383,7 +383,7 @@ class Encoders:
 
     def stop_waiting(self) -> None:
         """Make every thread in `wait` return, and start no more encoders."""
-        self._closing = True
+        self._closing.set()
 
     def end(self) -> None:
         """Have the encoders end soon, without waiting: they have nothing more to do."""
@@ -398,7 +398,7 @@ class Encoders:
 
     def close(self) -> None:
         """End the encoders. May be called twice."""
-        self._closing = True
+        self._closing.set()
         with self._change:
             family, self._family = self._family, None
             if family is None:
