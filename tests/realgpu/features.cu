@@ -1,6 +1,6 @@
 // A program of the CUDA runtime, built by nvcc, with state in rarer places than cudaMalloc: arrays read through textures and written through
 // surfaces, constant memory, variables of a module, the heap of kernels, the stream-ordered pool, pitched and mapped host memory, functions
-// of the host in a stream, and kernels that print. A line "STEP SUM" for each step. Usage: features FILE
+// of the host in a stream, kernels that print, and kernels that launch others. A line "STEP SUM" for each step. Usage: features FILE
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -55,6 +55,13 @@ __global__ void add(cudaTextureObject_t from, const unsigned *pool, const unsign
     if (x == 0 && y == 0) *mapped += list ? list->value : 1;
 }
 
+__device__ unsigned long long launched;
+
+__global__ void child(unsigned number) { atomicAdd(&launched, (unsigned long long)number * threadIdx.x); }
+
+// Launches from the GPU.
+__global__ void parent(unsigned number) { child<<<2, 32>>>(number); }
+
 __global__ void fill(unsigned *out, unsigned seed) {
     int at = blockIdx.x * blockDim.x + threadIdx.x;
     out[at] = seed + at * 2654435761u;
@@ -94,7 +101,7 @@ int main(int count, char **words) {
     CHECK(cudaMallocPitch(&pitched, &pitch, SIDE * 4, SIDE));
     CHECK(cudaMemcpy2D(pitched, pitch, start, SIDE * 4, SIDE * 4, SIDE, cudaMemcpyHostToDevice));
     volatile unsigned long long *mapped;
-    unsigned long long *seen, *calls, sum = 0;
+    unsigned long long *seen, *calls, sum = 0, more = 0;
     CHECK(cudaHostAlloc((void **)&mapped, 4096, cudaHostAllocMapped));
     CHECK(cudaHostGetDevicePointer((void **)&seen, (void *)mapped, 0));
     calls = new unsigned long long(0);
@@ -112,8 +119,11 @@ int main(int count, char **words) {
         fill<<<SIDE * SIDE / 256, 256, 0, stream>>>(pool, number);
         change<<<grid, 128, 0, stream>>>(textures[1 - number % 2], surfaces[number % 2], number);
         grow<<<1, 1, 0, stream>>>(number);
+        parent<<<1, 1, 0, stream>>>(number);
+        CHECK(cudaGetLastError());
         add<<<grid, 128, 0, stream>>>(textures[number % 2], pool, pitched, pitch, seen);
         CHECK(cudaMemcpyFromSymbolAsync(&sum, total, sizeof sum, 0, cudaMemcpyDeviceToHost, stream));
+        CHECK(cudaMemcpyFromSymbolAsync(&more, launched, sizeof more, 0, cudaMemcpyDeviceToHost, stream));
         CHECK(cudaFreeAsync(pool, stream));
         CHECK(cudaLaunchHostFunc(stream, counted, calls));
         CHECK(cudaEventRecord(done, stream));
@@ -123,7 +133,7 @@ int main(int count, char **words) {
         CHECK(cudaStreamSynchronize(stream));
         float milliseconds;
         CHECK(cudaEventElapsedTime(&milliseconds, begun, done));
-        fprintf(file, "%u %llu\n", number, sum + *mapped * 3 + *calls * 7 + own[number % (SIDE * SIDE)]);
+        fprintf(file, "%u %llu\n", number, sum + more * 5 + *mapped * 3 + *calls * 7 + own[number % (SIDE * SIDE)]);
         fflush(file);
         usleep(5000);
     }

@@ -550,6 +550,51 @@ def gloo(report: Report) -> None:
             report(loss.item())
 
 
+def callback(report: Report) -> None:
+    """JAX with callbacks to the host in the middle of a computation, and a kernel of Pallas."""
+    os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0 --xla_gpu_deterministic_ops=true"
+    import jax
+    import numpy as np
+    from jax import numpy as jnp
+    from jax.experimental import io_callback, pallas
+
+    seen: list[float] = []
+
+    def note(value: Any) -> Any:
+        seen.append(float(value))
+        return np.float32(len(seen) % 7)
+
+    def scale(data: Any, out: Any) -> None:
+        out[...] = jnp.sin(data[...] * 1.5)
+
+    @jax.jit
+    def step(data: Any) -> Any:
+        kind = jax.ShapeDtypeStruct(data.shape, data.dtype)
+        data = pallas.pallas_call(scale, out_shape=kind)(data)
+        answer = io_callback(note, jax.ShapeDtypeStruct((), jnp.float32), data.sum(), ordered=True)
+        return jnp.tanh(data[::-1] + answer)
+
+    state = jnp.linspace(0, 1, 1 << 12)
+    while True:
+        state = step(state)
+        report(float(state.sum()) + seen[-1])
+
+
+def watch(report: Report) -> None:
+    """A thread asks nvidia-smi again and again, as loggers of utilisation do."""
+    import subprocess
+    import threading
+
+    def ask() -> None:
+        while True:
+            words = ["nvidia-smi", "--query-gpu=utilization.gpu,memory.used", "--format=csv"]
+            subprocess.run(words, capture_output=True, timeout=60)
+
+    threading.Thread(target=ask, daemon=True).start()
+    for loss in _losses(_model().cuda()):
+        report(loss)
+
+
 #: Name → the function, and the modules that it needs.
 LIBRARIES: dict[str, tuple[Callable[[Report], None], tuple[str, ...]]] = {
     "trainer": (trainer, ("torch", "transformers", "accelerate")),
@@ -569,6 +614,8 @@ LIBRARIES: dict[str, tuple[Callable[[Report], None], tuple[str, ...]]] = {
     "driver_pool": (driver_pool, ("torch",)),
     "ahead": (ahead, ("torch",)),
     "exchange": (exchange, ("torch", "cupy", "jax")),
+    "callback": (callback, ("jax",)),
+    "watch": (watch, ("torch",)),
 }
 #: The same for those with tests of their own.
 OTHERS: dict[str, tuple[Callable[[Report], None], tuple[str, ...]]] = {

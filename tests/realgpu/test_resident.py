@@ -54,7 +54,9 @@ def test_a_program_goes_on(program: str, lab: Lab) -> None:
             pytest.skip("there is no nvcc")
         built = Path(command[0].format(folder=lab.folder))
         subprocess.run(
-            [_NVCC, "-O2", "-o", built, HERE / f"{built.name}.cu"], check=True, timeout=120
+            [_NVCC, "-O2", "-rdc=true", "-o", built, HERE / f"{built.name}.cu"],
+            check=True,
+            timeout=120,
         )
 
     def start(name: str, environment: dict[str, str]) -> tuple[int, Path]:
