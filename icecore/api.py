@@ -343,7 +343,7 @@ def dump(
 
         def note(done: DumpResult) -> None:
             if job is not None:
-                with suppress(NotFound, FileNotFoundError):  # it has been removed
+                with suppress(NotFound, FileNotFoundError):  # the job has been removed
                     job.with_snapshot(done.snapshot, done.lineage)
 
         return _dump(

@@ -530,7 +530,7 @@ def test_encoders_are_started_ahead(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("after", [0.0, 0.02, 0.1])
 def test_encoders_that_end_as_they_start(after: float, tmp_path: Path) -> None:
-    """Nobody needs them any more: none of them is lost, and none is left."""
+    """They are no longer needed: none is reported as lost, and none is left running."""
     with (
         local_place(tmp_path / "repository") as place,
         storing(place, eager=False) as (_, _, pipeline, encoders),

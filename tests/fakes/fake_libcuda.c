@@ -1057,14 +1057,14 @@ EXPORT int cuIpcCloseMemHandle(ptr address)
 	drop(found);
 	LEAVE(0);
 }
-/* Events. What is recorded is done once somebody waits for it. */
+/* Events. Recorded work stays pending until a call waits for it. */
 enum { NOT_READY = 600, CAPTURED = 907 };
 struct event {
 	unsigned flags;
 	bool pending, captured;
 };
 static unsigned long shared_events;
-/* For tests: how many were ever made to be shared. */
+/* For tests: how many interprocess events were ever created. */
 EXPORT unsigned long fake_shared_events(void)
 {
 	return shared_events;

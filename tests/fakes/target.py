@@ -220,27 +220,27 @@ def ipc_open(handle: str, flags: int = 1, call: object = None) -> tuple[int, int
 
 
 def _pointers(name: str, per_thread: bool = False) -> ctypes._CFuncPtr:
-    """A call of the driver's as the CUDA runtime finds it, of any arguments."""
+    """Return a driver call that takes any arguments, found as the CUDA runtime finds it."""
     found = ctypes.cast(entry(name, flags=2 * per_thread), ctypes.c_void_p).value
     assert found is not None
     return ctypes.CFUNCTYPE(ctypes.c_int)(found)
 
 
 def event(flags: int = 6) -> tuple[int, int]:
-    """(result, event) of cuEventCreate; without timing and for other processes by default."""
+    """(result, event) of cuEventCreate; by default, an interprocess event without timing."""
     out = ctypes.c_void_p()
     code = cuda.cuEventCreate(ctypes.byref(out), flags)
     return int(code), out.value or 0
 
 
 def event_call(name: str, event: int, *arguments: int, per_thread: bool = False) -> int:
-    """A call of the driver's about an event, as the CUDA runtime finds it."""
+    """Make a driver call on an event, found as the CUDA runtime finds it; return the result."""
     call = _pointers(name, per_thread)
     return int(call(ctypes.c_void_p(event), *(ctypes.c_void_p(one) for one in arguments)))
 
 
 def event_nodes(event: int) -> list[int]:
-    """Results of the calls that put a node into a graph that records an event."""
+    """Return the results of the calls that add a node to a graph; the node records the event."""
     out, kind = ctypes.c_void_p(), 7
     parameters = (ctypes.c_ulonglong * 32)(kind, 0, event)
     return [

@@ -146,7 +146,7 @@ def test_nccl_that_is_only_loaded(launch: Launch) -> None:
 
 
 def test_nccl_that_a_process_without_a_context_has_loaded(launch: Launch, world: World) -> None:
-    """As torchrun's agent does, which is no rank."""
+    """For example torchrun's agent, which is not a rank."""
     target = launch([GPUS[0], GPUS[0]], also=["nccl"])
     assert "NCCL_P2P_DISABLE=1" in refusals(target, gpu_shared=True)["gpu-nccl"]
     world.more["no_context"] = [target.pid]

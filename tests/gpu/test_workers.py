@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Literal
@@ -282,6 +283,47 @@ def test_a_process_that_begins_to_use_cuda_meanwhile(
     assert not standing(target.pid)
     target.wait_steps(3)
     target.is_right()
+
+
+def test_a_process_that_uses_cuda_for_a_moment(store: Store, launch: Launch, world: World) -> None:
+    """As nvidia-smi does: the window waits until it has ended, and the dump does not start over."""
+    target = launch(workers=1, late=GPUS[1])
+    wait_workers(target, 1)
+    late = workers(target.pid)[0]
+
+    def begin(_: object) -> None:
+        os.kill(late, signal.SIGUSR2)
+        assert eventually(lambda: has_drivers_threads(late))
+        threading.Timer(0.5, os.kill, (late, signal.SIGKILL)).start()
+
+    events = Events({("dump.criu", "begin"): begin})
+    store.dump(target.pid, events=events)
+    assert not events.named("dump.retry")
+    [window] = [one for one in events.named("dump.window") if one.fields["state"] == "end"]
+    assert float(window.fields["seconds"]) < 0.5
+    assert not standing(target.pid)
+    target.wait_steps(3)
+
+
+@pytest.mark.parametrize(
+    "moment", [("dump.criu", "begin"), ("dump.window", "begin")], ids=lambda moment: moment[0]
+)
+def test_a_process_without_a_context_that_ends(
+    moment: tuple[str, str], store: Store, launch: Launch, world: World
+) -> None:
+    target = launch([GPUS[0], GPUS[0]])
+    other = next(pid for pid in procfs.tree(target.pid) if pid != target.pid)
+    world.more["no_context"] = [other]
+    world.write()
+
+    def end(_: object) -> None:
+        os.kill(other, signal.SIGKILL)
+        assert eventually(lambda: procfs.is_over(other))
+
+    events = Events({moment: end})
+    snapshot = store.dump(target.pid, events=events).snapshot
+    assert not events.named("dump.retry") and store.snapshots() == [snapshot]
+    assert not standing(target.pid)
 
 
 @pytest.mark.parametrize("state", ["begin", "end"], ids=["before the window", "in the window"])

@@ -1,6 +1,7 @@
-// A program of the CUDA runtime, built by nvcc, with state in rarer places than cudaMalloc: arrays read through textures and written through
-// surfaces, constant memory, variables of a module, the heap of kernels, the stream-ordered pool, pitched and mapped host memory, functions
-// of the host in a stream, kernels that print, and kernels that launch others. A line "STEP SUM" for each step. Usage: features FILE
+// A program that uses the CUDA runtime, built by nvcc, with state in rarer places than cudaMalloc: arrays read through textures and written
+// through surfaces, constant memory, module variables, the device heap, the stream-ordered pool, pitched memory, mapped and registered host
+// memory, host functions in a stream, kernels that print, and kernels that launch others. Writes a line "STEP SUM" for each step.
+// Usage: features FILE
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -31,7 +32,7 @@ __global__ void change(cudaTextureObject_t from, cudaSurfaceObject_t to, unsigne
     surf2Dwrite(near * 1664525u + 1013904223u + factors[(x + y) % 64], to, x * 4, y);
 }
 
-// What a kernel allocates outlives it.
+// What a kernel allocates outlives the kernel.
 __global__ void grow(unsigned number) {
     Node *node = (Node *)malloc(sizeof *node);
     if (node) {

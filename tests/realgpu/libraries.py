@@ -354,7 +354,7 @@ def svi(report: Report) -> None:
 
 
 def lora(report: Report) -> None:
-    """LoRA of PEFT in bfloat16 with activation checkpointing, and a log for TensorBoard."""
+    """LoRA (PEFT) in bfloat16 with activation checkpointing, and a TensorBoard log."""
     import torch
     from peft import LoraConfig, get_peft_model
     from torch.utils.tensorboard import SummaryWriter
@@ -384,7 +384,7 @@ def lora(report: Report) -> None:
 
 
 def offload(report: Report) -> None:
-    """The optimizer's state is in pinned host memory, and travels in a stream of its own."""
+    """An optimizer with its state in pinned host memory; gradients have a stream of their own."""
     import torch
 
     model = _model().cuda()
@@ -410,7 +410,7 @@ def offload(report: Report) -> None:
 
 
 def vision(report: Report) -> None:
-    """A model of timm, channels last, with loss scaling and an average of its weights."""
+    """A timm model in channels-last format, with loss scaling and an average of its weights."""
     import timm
     import torch
     from timm.utils import ModelEmaV3
@@ -472,7 +472,7 @@ def driver_pool(report: Report) -> None:
 
 
 def ahead(report: Report) -> None:
-    """Graphed callables, and a thread that brings batches to the GPU in a stream of its own."""
+    """Graphed callables, and a thread that copies batches to the GPU on a stream of its own."""
     import threading
     from queue import Queue
 
@@ -511,7 +511,7 @@ def ahead(report: Report) -> None:
 
 
 def exchange(report: Report) -> None:
-    """PyTorch, CuPy and JAX in one process, which hand each other their arrays."""
+    """PyTorch, CuPy and JAX in one process, which pass arrays to each other by DLPack."""
     os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0 --xla_gpu_deterministic_ops=true"
     import cupy
     import jax
@@ -529,7 +529,7 @@ def exchange(report: Report) -> None:
 
 
 def gloo(report: Report) -> None:
-    """Two ranks under torchrun that share a GPU and add up their gradients by Gloo."""
+    """Two ranks under torchrun that share a GPU and average their gradients over Gloo."""
     import torch
     import torch.distributed as dist
 
@@ -551,7 +551,7 @@ def gloo(report: Report) -> None:
 
 
 def callback(report: Report) -> None:
-    """JAX with callbacks to the host in the middle of a computation, and a kernel of Pallas."""
+    """JAX with host callbacks in the middle of a computation, and a Pallas kernel."""
     os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0 --xla_gpu_deterministic_ops=true"
     import jax
     import numpy as np
@@ -581,7 +581,7 @@ def callback(report: Report) -> None:
 
 
 def watch(report: Report) -> None:
-    """A thread asks nvidia-smi again and again, as loggers of utilisation do."""
+    """A thread runs nvidia-smi repeatedly, as utilisation loggers do."""
     import subprocess
     import threading
 

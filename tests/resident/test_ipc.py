@@ -258,15 +258,15 @@ NOT_READY, CAPTURED, NOT_SUPPORTED = 600, 907, 801
 
 
 def test_an_event_that_another_process_knows(ranks: Ranks) -> None:
-    """Whoever has learnt that it was recorded finds the recorded work done, in both processes and
-    through windows; nothing of it is the driver's.
+    """Once a process knows that it was recorded, the recorded work is done: in both processes and
+    across windows. The driver shares no event.
     """
     one, two = ranks.all
     code, event = one("event()")
     assert code == 0
     code, other = one("event(2)")
     assert code == 0
-    # As long as no process can know of it, nobody waits.
+    # Without a handle, recording does not wait.
     assert one(
         f"[event_call('cuEventRecord', {event}, 0), event_call('cuEventQuery', {event})]"
     ) == [
@@ -287,7 +287,7 @@ def test_an_event_that_another_process_knows(ranks: Ranks) -> None:
                     call = f"event_call({name!r}, {shared}, {arguments}, per_thread={thread})"
                     assert target(f"[{call}, event_call('cuEventQuery', {shared})]") == [0, 0]
                     assert target(f"cuda.fake_calls(b'{name}{'_ptsz' * thread}')") > 0
-        # Others are recorded as ever.
+        # Recording other events still does not wait.
         assert one(
             f"[event_call('cuEventRecord', {other}, 0), event_call('cuEventQuery', {other})]"
         ) == [
@@ -314,7 +314,7 @@ def test_events_answer_as_the_drivers_do(ranks: Ranks) -> None:
         INVALID_CONTEXT,
         INVALID_CONTEXT,
     ]
-    # What is destroyed is forgotten, also if another event gets its place.
+    # A destroyed event is forgotten, even if another event gets its address.
     events = one("[event()[1] for _ in range(200)]")
     handles = one(f"[event_handle(one)[0] for one in {events}]")
     assert handles == [0] * 200 and len(set(events)) == 200
@@ -328,8 +328,8 @@ def test_events_answer_as_the_drivers_do(ranks: Ranks) -> None:
 
 
 def test_an_event_in_a_capture(ranks: Ranks) -> None:
-    """There it is an edge of the graph, which nobody waits for. What a graph records at its launch
-    is refused.
+    """A captured record is a dependency in the graph, and nothing waits for it. A node that records
+    at each launch is refused.
     """
     one, _ = ranks.all
     code, event = one("event()")
@@ -349,7 +349,7 @@ def test_an_event_in_a_capture(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("mode", [0, 1], ids=["global", "of the thread"])
 def test_an_event_beside_a_capture(mode: int, ranks: Ranks) -> None:
-    """The capture of another stream does not fail by it."""
+    """Waiting for the event does not invalidate the capture of another stream."""
     one, _ = ranks.all
     code, event = one("event()")
     assert code == 0
@@ -376,7 +376,7 @@ def test_an_event_of_all_streams_of_a_context(ranks: Ranks) -> None:
 
 
 def test_very_many_events(ranks: Ranks) -> None:
-    """PyTorch destroys none that it has opened."""
+    """PyTorch never destroys the events that it has opened."""
     one, two = ranks.all
     code, handle = one("event_handle(event()[1])")
     assert code == 0
@@ -396,7 +396,7 @@ def test_very_many_events(ranks: Ranks) -> None:
 
 
 def test_a_handle_is_made_while_others_record(ranks: Ranks) -> None:
-    """Whoever records after the handle is there has waited."""
+    """A call that records the event once the handle exists waits for the work."""
     one, _ = ranks.all
     for _ in range(20):
         code, event = one("event()")

@@ -340,7 +340,7 @@ class Encoders:
             try:
                 # The encoders inherit the nice value of this thread.
                 self._family = Family(_PROGRAM, str(os.getpid()), self.count)
-                if self._closing.is_set():  # since this began
+                if self._closing.is_set():  # set while the family started
                     self._family.kill()
                     return False
                 self._note_begun(self._family.pid)
@@ -386,7 +386,7 @@ class Encoders:
         self._closing.set()
 
     def end(self) -> None:
-        """Have the encoders end soon, without waiting: they have nothing more to do."""
+        """Kill the encoders and start no more, without waiting. They must have no work left."""
         self.stop_waiting()
         self.kill()
 

@@ -8,7 +8,7 @@ if this process dies; if the helper itself is lost, another one takes over.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,8 @@ from icecore.dumper.observe.gpus import GpuInspection
 from icecore.dumper.observe.resident_inspection import has_mapped
 from icecore.dumper.preflight.gpu_changes import (
     GpusChanged,
+    ended,
+    patiently,
     require_no_more_contexts,
     require_no_others,
     require_still_orphans,
@@ -128,11 +130,14 @@ class Devices:
                 stopped.
         """
         self._helper.wait_ready()
-        states = {
-            p.pid: self._helper.state(p.pid)
-            for p in (*self._inspection.processes, *self._inspection.orphans)
-        }
-        require_still_orphans(self._inspection, states)
+        states: dict[int, State] = {}
+
+        def ask() -> None:
+            for one in (*self._inspection.processes, *self._inspection.orphans):
+                states[one.pid] = self._helper.state(one.pid)
+            require_still_orphans(self._inspection, states)
+
+        patiently(ask)
         reasons = [(r.name, r.message, r.cure) for r in misjudged(self._inspection, states)]
         for pid, state in states.items():
             if state not in (State.NOT_CUDA, State.RUNNING):
@@ -196,10 +201,17 @@ class Devices:
         """Require that no other process has started to use a GPU. The job still runs.
 
         Raises:
-            GpusChanged: One has.
+            GpusChanged: One has, and has not ended within a moment.
         """
-        require_no_others(self._root, self._inspection, self.pids)
+        patiently(lambda: require_no_others(self._root, self._inspection, self.pids))
+        self._leave_out(ended(self._inspection))
         require_no_more_contexts(self._inspection)
+
+    def _leave_out(self, pids: Collection[int]) -> None:
+        if pids:
+            self.pids = [pid for pid in self.pids if pid not in pids]
+            left = [one for one in self._inspection.processes if one.pid not in pids]
+            self._inspection = replace(self._inspection, processes=left)
 
     # -- in the window
 
@@ -229,11 +241,16 @@ class Devices:
                     copies=self._populate,
                 )
                 self._resident.begin_copy(context, parent)
-            lock_all(self._helper, self.pids, self._lock_seconds, self._emit)
+            lock_all(self._helper, self.pids, self._lock_seconds, self._emit, self._leave_out_ended)
             self._require_taken_away()
             require_no_more_contexts(self._inspection)
         except (DeviceError, NotFound, ResidentFailed) as error:
             raise _uncapturable(error) from error
+
+    def _leave_out_ended(self) -> Collection[int]:
+        over = ended(self._inspection)
+        self._leave_out(over)
+        return over
 
     def _require_taken_away(self) -> None:
         """Require that no memory of a keeper is mapped, because the driver restores what it

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from icecore.errors import DumpFailed
 from icecore.events import Sink, phase
@@ -22,12 +22,19 @@ LOCK_SEVERAL = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 _PAUSE_SECONDS = 0.2
 
 
-def lock_all(helper: Helper, pids: Sequence[int], seconds: float, emit: Sink) -> None:
+def lock_all(
+    helper: Helper,
+    pids: Sequence[int],
+    seconds: float,
+    emit: Sink,
+    leave_out: Callable[[], Collection[int]] = frozenset,
+) -> None:
     """Lock all processes or none. A rank that waits for a locked one never comes to rest, so after
     a timeout all are unlocked, and the next attempt follows.
 
     Args:
         seconds: How long the last attempt may take.
+        leave_out: Called if processes could not be locked; returns those that may be left out.
 
     Raises:
         DumpFailed: A process could not be locked, or unlocked again.
@@ -37,6 +44,10 @@ def lock_all(helper: Helper, pids: Sequence[int], seconds: float, emit: Sink) ->
         for attempt, share in enumerate(shares, 1):
             running.fields["attempts"] = attempt
             failed = helper.lock(pids, seconds * share)
+            if failed:
+                over = leave_out()
+                pids = [pid for pid in pids if pid not in over]
+                failed = {pid: error for pid, error in failed.items() if pid not in over}
             if not failed:
                 return
             timeouts = {

@@ -426,8 +426,8 @@ class Resident:
         self._told = [agent for agent, future in futures if future.exception() is None]
 
     def store(self) -> list[SpaceCapture]:
-        """Hand everything that was copied aside to the pipeline and return the spaces. The worker,
-        which has nothing more to do, ends meanwhile.
+        """Hand everything that was copied aside to the pipeline and return the spaces. Then tell
+        the worker to end: it has no work left.
 
         Raises:
             WorkerFailed: The worker ended while copies were on a GPU.

@@ -93,8 +93,8 @@ managed = _each(
 
 
 def ipc(found: Inspection) -> list[Refusal]:
-    """Refuse what the driver shares by CUDA IPC. Under the preload, that is only memory that stays
-    with the driver.
+    """Refuse memory and events that the driver shares by CUDA IPC. Under the preload, this is only
+    memory that stays with the driver.
     """
     gpus = found.gpus
     if gpus is None or gpus.inventory is None or gpus.inventory.branch >= _IPC_DRIVER:
@@ -105,9 +105,9 @@ def ipc(found: Inspection) -> list[Refusal]:
             "gpu-ipc",
             f"process {process.pid} shares device memory or events by CUDA IPC, which this driver can checkpoint but not restore",
             (
-                "start it again if an older icecore started it, or without CUDA IPC of memory that stays with the driver (allocations below 2 MiB, pools)"
+                "start it again if an older icecore started it, or have it share no memory that stays with the driver (allocations below 2 MiB, pools)"
                 if process.pid in reports
-                else "start the job with 'icecore run --gpu', which takes CUDA IPC over"
+                else "start the job with 'icecore run --gpu', which handles CUDA IPC itself"
             )
             + f", or install driver {_IPC_DRIVER} or newer",
         )
@@ -175,7 +175,7 @@ def transports(found: Inspection) -> list[Refusal]:
     """
     if found.gpus is None:
         return []
-    # torchrun's agent has NCCL loaded and connections, but no context.
+    # torchrun's agent has NCCL loaded and has connections, but it has no context and is not a rank.
     ranks = [p for p in found.gpus.with_memory if p.communicates]
     if len(ranks) < 2 and not any(len(p.contexts) > 1 or p.outside for p in ranks):
         return []

@@ -5,7 +5,8 @@ job has started.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 
 from icecore.dumper.observe.gpus import GpuInspection
@@ -16,6 +17,9 @@ from icecore.host.cuda.threads import has_drivers_threads
 from icecore.host.kernel import procfs
 
 _AGAIN = "dump it again"
+#: For how long a process that has started to use CUDA is given to end, and how often to look. A run
+#: of nvidia-smi takes about a second: since driver 580, NVML initialises CUDA.
+_BRIEF_SECONDS, _LOOK_SECONDS = 3.0, 0.01
 
 
 class GpusChanged(DumpFailed):
@@ -65,6 +69,29 @@ def require_no_others(root: int, inspection: GpuInspection, cuda: Collection[int
                 raise GpusChanged(
                     f"process {pid} has started to use CUDA since the dump began", cure=_AGAIN
                 )
+
+
+def patiently(check: Callable[[], None]) -> None:
+    """Call ``check``, which raises `GpusChanged` if another process uses CUDA, until it passes: give
+    such a process a moment to end. The tree runs.
+
+    Raises:
+        GpusChanged: It has not ended.
+    """
+    until = time.monotonic() + _BRIEF_SECONDS
+    while True:
+        try:
+            check()
+            return
+        except GpusChanged:
+            if time.monotonic() > until:
+                raise
+        time.sleep(_LOOK_SECONDS)
+
+
+def ended(inspection: GpuInspection) -> set[int]:
+    """Return the processes without a context that have ended. They leave nothing to checkpoint."""
+    return {one.pid for one in inspection.without_context if procfs.is_over(one.pid)}
 
 
 def require_no_more_contexts(inspection: GpuInspection) -> None:

@@ -118,9 +118,10 @@ class NotSupported(DeviceError):
     """The driver cannot checkpoint, or not restore, what the process uses."""
 
     cures = (
-        "the driver cannot do this with managed memory, memory shared between processes (NCCL's P2P and SHM transports, CUDA IPC), MIG or MPS, "
-        "or once a profiler has recorded in the process what its GPU does (torch.profiler, Nsight), even if it has ended: "
-        "docs/how-to/gpu-jobs.md names the settings that avoid them; 'icecore run --gpu' makes them"
+        "the driver cannot do this with managed memory, memory shared between processes (NCCL's P2P and SHM transports, CUDA IPC), MIG or MPS: "
+        "docs/how-to/gpu-jobs.md names the settings that avoid them, and 'icecore run --gpu' applies them; "
+        "nor after a profiler (torch.profiler with CUDA activities, Nsight) has recorded GPU activity in the process, even if it has ended: "
+        "run the job without one"
     )
 
 

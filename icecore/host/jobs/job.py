@@ -167,7 +167,7 @@ class Job:
 
     def save(self) -> None:
         """Write job.json atomically and durably."""
-        # Another process may do so at the same time.
+        # A unique name, because another process may save at the same time.
         new = self.directory / f"job.json.{os.urandom(4).hex()}.new"
         try:
             with open(create_private(new), "w") as file:
@@ -210,7 +210,7 @@ class Job:
 
     def with_snapshot(self, snapshot: str, lineage: str) -> Job:
         """Record the snapshot just taken of the job, and its lineage, and return the job with them.
-        Several dumps may do so at the same time.
+        Several dumps may call this at the same time.
 
         Raises:
             NotFound, Damaged: As `load`.

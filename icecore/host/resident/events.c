@@ -1,12 +1,13 @@
 /* Events that processes share by CUDA's legacy IPC (cudaIpcGetEventHandle: torch.multiprocessing).
  *
- * The driver cannot restore those of its own before version 610. So none is shared: each process
- * gets an ordinary event of its own, and whatever is recorded in an event that has a handle is
- * waited for at once. Work that was recorded earlier than that is waited for when the handle is
- * made. So wherever a process has learnt that an event was recorded, in this process or another,
- * the recorded work is done, and every event of that handle says so.
+ * The driver cannot restore its own IPC events before version 610. So processes share none: each
+ * gets an ordinary event. A call that records an event with a handle waits until the recorded work
+ * is done. The call that makes the handle waits for work that was recorded earlier. So once a
+ * process knows that an event was recorded, here or in another process, the recorded work is done,
+ * and every event of that handle says so.
  *
- * Graphs record when they are launched, which nobody could wait for: they get no such event.
+ * A graph node records its event when the graph is launched, and no call could wait for that. So
+ * nodes that record such an event are refused.
  */
 #include <pthread.h>
 #include <stdlib.h>
@@ -27,14 +28,14 @@
 #define NODE_RECORDS 7 /* CU_GRAPH_NODE_TYPE_EVENT_RECORD */
 #define LEAST_ROOM 64
 
-/* Drawn once; another one than that of memory (ipc.c). */
+/* Drawn once; differs from the magic of memory handles (ipc.c). */
 static const uint8_t magic[16] = {
     0x5E, 0x07, 0xB2, 0xF9, 0x8A, 0x31, 0xCC, 0x46, 0x1D, 0xE4, 0x93, 0x7F, 0x60, 0xAB, 0x28, 0xD5};
 
-/* -- those that were made for other processes: a hash table with linear probing, at most half full */
+/* -- interprocess events: a hash table with linear probing, at most half full */
 
 static struct event {
-	CUevent event; /* NULL: a free place */
+	CUevent event; /* NULL: a free slot */
 	uint64_t identity; /* of its handle; 0: it has none */
 	unsigned flags;
 } *events;
@@ -47,7 +48,7 @@ static size_t home(CUevent event)
 	return (size_t)((uint64_t)(uintptr_t)event * 0x9E3779B97F4A7C15u >> 20) & (room - 1);
 }
 
-/* Where it is, or the free place where it belongs. */
+/* The event's slot, or the free slot where it belongs. */
 static struct event *place_of(CUevent event)
 {
 	size_t at = home(event);
@@ -90,7 +91,7 @@ static bool add(const struct event *what)
 		struct event *place = place_of(what->event);
 		if (!place->event)
 			__atomic_store_n(&some, some + 1, __ATOMIC_RELEASE);
-		/* A destroyed context has taken events with it unseen. */
+		/* A context destroys its events unseen, so the slot may hold an old one. */
 		*place = *what;
 	}
 	pthread_mutex_unlock(&events_lock);
@@ -106,7 +107,7 @@ static void forget(CUevent event)
 	if (found) {
 		found->event = NULL;
 		__atomic_store_n(&some, some - 1, __ATOMIC_RELEASE);
-		/* What follows may have been put there because this place was taken. */
+		/* Entries that follow may be there only because this slot was taken. */
 		for (size_t at = (size_t)(found - events + 1) & (room - 1); events[at].event;
 		     at = (at + 1) & (room - 1)) {
 			struct event moved = events[at];
@@ -137,7 +138,7 @@ static bool ours(void)
 	return d->usable && d->cuEventSynchronize && holding_directory();
 }
 
-/* An event of the driver's that other processes will know by a handle of ours. */
+/* Create an ordinary driver event that stands for an interprocess one. */
 static CUresult create(CUevent *out, unsigned flags, uint64_t identity)
 {
 	CUresult result = driver()->cuEventCreate(out, flags & ~INTERPROCESS);
@@ -152,7 +153,7 @@ CUresult resident_cuEventCreate(CUevent *out, unsigned flags)
 {
 	if (!driver() || !driver()->cuEventCreate)
 		return CUDA_ERROR_NOT_INITIALIZED;
-	/* The driver has only those that measure no time. */
+	/* The driver refuses interprocess events with timing. */
 	if (out && (flags & INTERPROCESS) && (flags & DISABLE_TIMING) && ours())
 		return create(out, flags, 0);
 	CUresult result = driver()->cuEventCreate(out, flags);
@@ -166,7 +167,7 @@ CUresult resident_cuEventCreate(CUevent *out, unsigned flags)
 	{ \
 		if (!driver() || !driver()->name) \
 			return CUDA_ERROR_NOT_INITIALIZED; \
-		/* Before the call: another event may get its address right after. */ \
+		/* Before the call: another event may get the address right after it. */ \
 		forget(event); \
 		return driver()->name(event); \
 	}
@@ -175,7 +176,7 @@ DESTROY(cuEventDestroy_v2)
 
 /* -- handles */
 
-/* Somebody else's capture is not to fail by it. */
+/* In relaxed mode, so that the wait does not invalidate the capture of another stream. */
 static CUresult wait_for(CUevent event)
 {
 	const struct driver *d = driver();
@@ -191,7 +192,7 @@ static CUresult wait_for(CUevent event)
 
 static void fill_token(uint8_t *out)
 {
-	/* No window stops a thread here. */
+	/* No window may park this thread while it holds the lock. */
 	threads_enter();
 	pthread_mutex_lock(&table_lock);
 	if (holding_token())
@@ -217,9 +218,9 @@ CUresult resident_cuIpcGetEventHandle(struct ipc_handle *out, CUevent event)
 	pthread_mutex_unlock(&events_lock);
 	if (!found)
 		return driver()->cuIpcGetEventHandle(out, event);
-	/* From here on, what others record in it is waited for. */
+	/* From here on, other threads that record the event wait for the work. */
 	CUresult result = wait_for(event);
-	/* Recorded in a capture, it has no work. */
+	/* An event that was recorded in a capture has no work to wait for. */
 	if (result && result != CUDA_ERROR_CAPTURED_EVENT)
 		return result;
 	memcpy(made.magic, magic, sizeof magic);
@@ -255,7 +256,7 @@ static bool is_capturing(CUstream stream)
 	    !d->cuStreamIsCapturing(stream, &capturing) && capturing;
 }
 
-/* In a capture it is an edge of the graph, which nobody waits for. */
+/* A captured record only becomes a dependency in the graph: there is no work to wait for. */
 static CUresult recorded(CUevent event, CUstream stream)
 {
 	return is_known(event, true) && !is_capturing(stream) ? wait_for(event) : CUDA_SUCCESS;
@@ -269,7 +270,7 @@ static CUresult recorded(CUevent event, CUstream stream)
 		CUresult result = driver()->name(event, in); \
 		return result ? result : recorded(event, stream(in)); \
 	}
-/* In a capture, an external one is a node. */
+/* In a capture, an external record becomes a node, which records at each launch. */
 #define RECORD_WITH_FLAGS(name, stream) \
 	CUresult resident_##name(CUevent event, CUstream in, unsigned flags) \
 	{ \
@@ -287,7 +288,7 @@ RECORD(cuEventRecord_ptsz, OWN_OF_THREAD)
 RECORD_WITH_FLAGS(cuEventRecordWithFlags, SAME)
 RECORD_WITH_FLAGS(cuEventRecordWithFlags_ptsz, OWN_OF_THREAD)
 
-/* Of all streams of a context; they cannot be captured. */
+/* Records of all streams of a context; they cannot be captured. */
 #define RECORD_OF_CONTEXT(name) \
 	CUresult resident_##name(CUcontext context, CUevent event) \
 	{ \
@@ -299,7 +300,7 @@ RECORD_WITH_FLAGS(cuEventRecordWithFlags_ptsz, OWN_OF_THREAD)
 RECORD_OF_CONTEXT(cuCtxRecordEvent)
 RECORD_OF_CONTEXT(cuGreenCtxRecordEvent)
 
-/* -- nodes of graphs that record */
+/* -- graph nodes that record events */
 
 static bool records_known(const struct node_parameters *what)
 {

@@ -6,8 +6,8 @@
 
 #include "driver.h"
 
-/* The handle of memory or of an event that applications pass around. The same memory has the same
- * bytes: PyTorch and others use them as keys of what they have open. */
+/* The handle of memory or of an event, as applications pass it around. Handles of the same memory
+ * are equal: PyTorch and others use them as keys of what they have opened. */
 struct ipc_reference {
 	uint8_t magic[16];
 	uint8_t token[16]; /* of the process that made it */
