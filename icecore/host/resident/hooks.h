@@ -1,5 +1,5 @@
 /* Our forms of the driver's calls (allocate.c, spare.c, handles.c, contexts.c, capture.c, ipc.c,
- * interpose.c). Each answers as the driver's own would. */
+ * events.c, interpose.c). Each answers as the driver's own would. */
 #ifndef ICECORE_RESIDENT_HOOKS_H
 #define ICECORE_RESIDENT_HOOKS_H
 

@@ -22,6 +22,8 @@
 
 #define LAZY_PEER_ACCESS 1u /* the only flag that there is */
 
+_Static_assert(sizeof(struct ipc_reference) == sizeof(struct ipc_handle), "as cuda.h has it");
+
 /* Drawn once; the driver's have the exporter's process id and small numbers in their first words.
  */
 static const uint8_t magic[16] = {

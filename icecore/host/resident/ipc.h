@@ -14,7 +14,6 @@ struct ipc_reference {
 	uint64_t identity;
 	uint8_t reserved[24];
 };
-_Static_assert(sizeof(struct ipc_reference) == sizeof(struct ipc_handle), "as cuda.h has it");
 
 void ipc_forget_context(CUcontext context); /* which is gone */
 void ipc_in_child(void);
