@@ -24,6 +24,7 @@ from icecore.dumper.observe.gpus import GpuInspection
 from icecore.dumper.observe.resident_inspection import has_mapped
 from icecore.dumper.preflight.gpu_changes import (
     GpusChanged,
+    Unclear,
     ended,
     patiently,
     require_no_more_contexts,
@@ -133,11 +134,13 @@ class Devices:
         states: dict[int, State] = {}
 
         def ask() -> None:
-            for one in (*self._inspection.processes, *self._inspection.orphans):
+            asked = [] if states else self._inspection.processes
+            for one in (*asked, *self._inspection.orphans):
                 states[one.pid] = self._helper.state(one.pid)
             require_still_orphans(self._inspection, states)
 
-        patiently(ask)
+        with suppress(Unclear):  # `misjudged` refuses it
+            patiently(ask)
         reasons = [(r.name, r.message, r.cure) for r in misjudged(self._inspection, states)]
         for pid, state in states.items():
             if state not in (State.NOT_CUDA, State.RUNNING):
@@ -242,6 +245,7 @@ class Devices:
                 )
                 self._resident.begin_copy(context, parent)
             lock_all(self._helper, self.pids, self._lock_seconds, self._emit, self._leave_out_ended)
+            self._leave_out_ended()  # also those that were locked
             self._require_taken_away()
             require_no_more_contexts(self._inspection)
         except (DeviceError, NotFound, ResidentFailed) as error:

@@ -6,7 +6,7 @@ job has started.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
 from icecore.dumper.observe.gpus import GpuInspection
@@ -19,28 +19,40 @@ from icecore.host.kernel import procfs
 _AGAIN = "dump it again"
 #: For how long a process that has started to use CUDA is given to end, and how often to look. A run
 #: of nvidia-smi takes about a second: since driver 580, NVML initialises CUDA.
-_BRIEF_SECONDS, _LOOK_SECONDS = 3.0, 0.01
+_BRIEF_SECONDS, _LOOK_SECONDS = 3.0, 0.02
 
 
 class GpusChanged(DumpFailed):
     """The tree's use of GPUs changed after the inspection. Another dump may succeed."""
 
 
-def require_still_orphans(inspection: GpuInspection, states: Mapping[int, State]) -> None:
+class Unclear(GpusChanged):
+    """The driver reports a state for a process in which it has no threads: most often the process is
+    ending.
+    """
+
+
+def require_still_orphans(inspection: GpuInspection, states: dict[int, State]) -> None:
     """Require that no orphan has started to use CUDA.
 
     Args:
-        states: The driver's state for each process of the inspection.
+        states: The driver's state for each process of the inspection. Corrected for those that have
+            ended meanwhile.
 
     Raises:
         GpusChanged: One has: the driver reports a state for it, and has threads in it now.
+        Unclear: The driver reports a state for one, but has no threads in it.
     """
     for one in inspection.orphans:
+        if states[one.pid] is State.NOT_CUDA:
+            continue
+        message = f"process {one.pid} has started to use CUDA since the dump began"
         with suppress(NotFound):
-            if states[one.pid] is not State.NOT_CUDA and has_drivers_threads(one.pid):
-                raise GpusChanged(
-                    f"process {one.pid} has started to use CUDA since the dump began", cure=_AGAIN
-                )
+            if has_drivers_threads(one.pid):
+                raise GpusChanged(message, cure=_AGAIN)
+        if not procfs.is_over(one.pid):
+            raise Unclear(message, cure=_AGAIN)
+        states[one.pid] = State.NOT_CUDA
 
 
 def require_no_others(root: int, inspection: GpuInspection, cuda: Collection[int]) -> None:

@@ -78,7 +78,8 @@ class Family:
         """Kill all members, whatever they are doing; `wait` waits for their end."""
         if self.alive:
             # The process leads a session, and all members are in its process group.
-            os.killpg(self._process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # another thread has just waited for it
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def wait(self, seconds: float) -> bool:
         """Wait until all members have ended, which they do once their sockets are closed. After
