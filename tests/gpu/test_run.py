@@ -86,7 +86,12 @@ def test_what_it_starts_passes_preflight(
     world.move(tmp_path)
     monkeypatch.setenv(VARIABLE, f"fake:{world.root}")
     start(cli, world, tmp_path, GPUS[:2], also=["nccl"])
-    found = inspect_tree(cli.job("gpu").pid, find_criu(), "/dev/shm", DumpOptions())
+    until = time.monotonic() + 20
+    while time.monotonic() < until:  # the second process is the first one's child
+        found = inspect_tree(cli.job("gpu").pid, find_criu(), "/dev/shm", DumpOptions())
+        if found.gpus is not None and len(found.gpus.processes) == 2:
+            break
+        time.sleep(0.05)
     assert found.gpus is not None and [p.communicates for p in found.gpus.processes] == [True, True]
     assert all(not nccl.lacking(p.settings) for p in found.gpus.processes)
 

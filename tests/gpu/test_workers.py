@@ -21,7 +21,7 @@ from icecore.dumper.observe.gpus import GpuInspection, GpuProcess
 from icecore.dumper.observe.inspection import inspect_tree
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.preflight import gpu_changes, orphans
-from icecore.dumper.preflight.gpu_changes import GpusChanged, Unclear, require_still_orphans
+from icecore.dumper.preflight.gpu_changes import GpusChanged, require_still_orphans
 from icecore.dumper.preflight.judge import refuse, warn
 from icecore.dumper.preflight.prediction import predict
 from icecore.errors import DumpFailed, PreflightRefused
@@ -414,7 +414,7 @@ def test_what_the_driver_contradicts_is_refused(wrong: str) -> None:
         if one.threads
         else GpuInspection(Backend("/dev/nvidia"), [], orphans=[one])
     )
-    with nullcontext() if one.threads else pytest.raises(Unclear):
+    with nullcontext() if one.threads else pytest.raises(GpusChanged):
         require_still_orphans(found, {ours: state})
     assert [r.name for r in orphans.misjudged(found, {ours: state})] == ["gpu-state"]
     right = State.NOT_CUDA if state is State.RUNNING else State.RUNNING
@@ -426,11 +426,13 @@ def test_an_orphan_that_has_started_to_use_cuda(monkeypatch: pytest.MonkeyPatch)
     found = GpuInspection(Backend("/dev/nvidia"), [], orphans=[GpuProcess(ours, threads=False)])
     monkeypatch.setattr(gpu_changes, "has_drivers_threads", lambda pid: True)
     require_still_orphans(found, {ours: State.NOT_CUDA})
-    with pytest.raises(GpusChanged, match=f"process {ours} has started to use CUDA"):
+    with pytest.raises(GpusChanged, match=f"process {ours} has started to use CUDA") as caught:
         require_still_orphans(found, {ours: State.RUNNING})
+    assert not caught.value.unclear
     monkeypatch.setattr(gpu_changes, "has_drivers_threads", lambda pid: False)
-    with pytest.raises(Unclear):
+    with pytest.raises(GpusChanged) as caught:
         require_still_orphans(found, {ours: State.RUNNING})
+    assert caught.value.unclear
 
 
 @pytest.mark.parametrize("reaped", [False, True], ids=["a zombie", "gone"])

@@ -24,7 +24,6 @@ from icecore.dumper.observe.gpus import GpuInspection
 from icecore.dumper.observe.resident_inspection import has_mapped
 from icecore.dumper.preflight.gpu_changes import (
     GpusChanged,
-    Unclear,
     ended,
     patiently,
     require_no_more_contexts,
@@ -139,8 +138,11 @@ class Devices:
                 states[one.pid] = self._helper.state(one.pid)
             require_still_orphans(self._inspection, states)
 
-        with suppress(Unclear):  # `misjudged` refuses it
+        try:
             patiently(ask)
+        except GpusChanged as error:
+            if not error.unclear:  # else `misjudged` refuses it
+                raise
         reasons = [(r.name, r.message, r.cure) for r in misjudged(self._inspection, states)]
         for pid, state in states.items():
             if state not in (State.NOT_CUDA, State.RUNNING):

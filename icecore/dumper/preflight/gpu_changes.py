@@ -23,13 +23,14 @@ _BRIEF_SECONDS, _LOOK_SECONDS = 3.0, 0.02
 
 
 class GpusChanged(DumpFailed):
-    """The tree's use of GPUs changed after the inspection. Another dump may succeed."""
+    """The tree's use of GPUs changed after the inspection. Another dump may succeed.
 
-
-class Unclear(GpusChanged):
-    """The driver reports a state for a process in which it has no threads: most often the process is
-    ending.
+    Attributes:
+        unclear: The driver reports a state for a process in which it has no threads: most often the
+            process is ending.
     """
+
+    unclear = False
 
 
 def require_still_orphans(inspection: GpuInspection, states: dict[int, State]) -> None:
@@ -40,18 +41,20 @@ def require_still_orphans(inspection: GpuInspection, states: dict[int, State]) -
             ended meanwhile.
 
     Raises:
-        GpusChanged: One has: the driver reports a state for it, and has threads in it now.
-        Unclear: The driver reports a state for one, but has no threads in it.
+        GpusChanged: The driver reports a state for one.
     """
     for one in inspection.orphans:
         if states[one.pid] is State.NOT_CUDA:
             continue
-        message = f"process {one.pid} has started to use CUDA since the dump began"
+        changed = GpusChanged(
+            f"process {one.pid} has started to use CUDA since the dump began", cure=_AGAIN
+        )
         with suppress(NotFound):
             if has_drivers_threads(one.pid):
-                raise GpusChanged(message, cure=_AGAIN)
+                raise changed
         if not procfs.is_over(one.pid):
-            raise Unclear(message, cure=_AGAIN)
+            changed.unclear = True
+            raise changed
         states[one.pid] = State.NOT_CUDA
 
 
