@@ -25,7 +25,7 @@ demo: setup
 
 # .venv-test: a normal installation, checked and tested from outside the source root.
 # Many tests wait: for CRIU, for a job's next step, for a time-out. So there are more workers than a machine of 2 cores has.
-# CRIU and the packages are installed in parallel, which saves 15 s.
+# CRIU, which takes 17 s, and the packages are installed in parallel.
 test: machine-tests
 	$(MAKE) criu criu-newer & criu=$$!; trap 'kill $$criu 2>/dev/null || :' EXIT; $(MAKE) .stamps/installed; wait $$criu
 	.venv-test/bin/python tools/run-tests --workers 5 $(ARGS)
