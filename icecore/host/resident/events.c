@@ -135,7 +135,7 @@ static bool ours(void)
 {
 	const struct driver *d = driver();
 
-	return d->usable && d->cuEventSynchronize && holding_directory();
+	return d->usable && d->cuEventSynchronize && d->cuEventDestroy_v2 && holding_directory();
 }
 
 /* Create an ordinary driver event that stands for an interprocess one. */
