@@ -116,6 +116,18 @@ def test_the_whole_way(cli: Cli) -> None:
         check_event(event, documented)
 
 
+def _listed_file(cli: Cli, path: Path) -> dict[str, Any]:
+    """Return the event of the only file that a dry run of the job `writer` lists."""
+    # Other tests' empty directories in /tmp may be taken for the job's.
+    files = [
+        event
+        for event in cli.events("restore", "-n", "writer")
+        if event["event"] == "restore.file" and event["action"] != "directory"
+    ]
+    assert [event["path"] for event in files] == [str(path)], files
+    return files[0]
+
+
 def test_a_dry_run_lists_the_files_that_would_change_and_changes_none(cli: Cli) -> None:
     cli.run("init")
     kept = cli.folder / "kept"
@@ -133,14 +145,7 @@ def test_a_dry_run_lists_the_files_that_would_change_and_changes_none(cli: Cli) 
     then = kept.stat().st_mtime
     kept.write_bytes(b"newer and longer\n")
     os.utime(kept, (1e9, 1e9))
-    # Other tests' empty directories in /tmp may be taken for the job's.
-    files = [
-        event
-        for event in cli.events("restore", "-n", "writer")
-        if event["event"] == "restore.file" and event["action"] != "directory"
-    ]
-    assert [event["path"] for event in files] == [str(kept)], files
-    (listed,) = files
+    listed = _listed_file(cli, kept)
     check_event(listed, documented_events())
     shown = {
         key: listed[key]
@@ -164,9 +169,7 @@ def test_a_dry_run_lists_the_files_that_would_change_and_changes_none(cli: Cli) 
     )
     assert kept.read_bytes() == b"newer and longer\n"
     kept.unlink()
-    (listed,) = [
-        event for event in cli.events("restore", "-n", "writer") if event["event"] == "restore.file"
-    ]
+    listed = _listed_file(cli, kept)
     assert (listed["action"], listed["bytes_now"], listed["mtime_now"]) == ("create", None, None)
 
 
