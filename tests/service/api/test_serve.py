@@ -413,6 +413,7 @@ def test_what_replaces_a_supervisor(node: Node) -> None:
     first = node.client.get(at("jobs", "s"))["instance"]
     end_both(1)
     until(lambda: node.client.get(at("jobs", "s"))["instance"] != first, "another instance")
+    until(lambda: node.client.get(at("jobs", "s"))["state"] == "running", "it runs")
     assert not node.client.get(at("jobs", "s"))["restored_from"], "it has no snapshot"
     snapshot = node.ok(ALICE, "dump", "s").split()[0]
 
