@@ -23,9 +23,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import msgspec
 import numpy as np
 from rich.console import Console
 
@@ -169,7 +170,7 @@ class Bench:
         rooms = [
             memoryview(bytearray(max(read.length for read in ranges))) for _ in range(in_flight)
         ]
-        there = S3Backend(replace(self.bare.place, prefix="repository"))
+        there = S3Backend(msgspec.structs.replace(self.bare.place, prefix="repository"))
         gets = [
             lambda who, read=read: there.get_into(
                 object_name("shard", read.shard), read.offset, rooms[who][: read.length]

@@ -9,16 +9,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from icecore.text import jsonable
 
 Value = str | int | float | bool | None | list[Any] | dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(msgspec.Struct, frozen=True):
     """One event.
 
     Attributes:
@@ -29,8 +29,8 @@ class Event:
     """
 
     name: str
-    fields: dict[str, Value] = field(default_factory=dict)
-    at: float = field(default_factory=time.time)
+    fields: dict[str, Value] = msgspec.field(default_factory=dict)
+    at: float = msgspec.field(default_factory=time.time)
 
     def as_json(self) -> dict[str, Value]:
         """Return the event as one flat JSON object: ``event``, ``at`` and the fields, converted by

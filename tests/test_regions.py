@@ -8,11 +8,11 @@ import asyncio
 import json
 import re
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
+from msgspec.structs import replace
 
 from icecore.errors import ObjectMissing
 from icecore.store.backend.s3 import S3Backend, S3Place

@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from icecore.config import Config
 from icecore.errors import UsageError, WrongPassphrase
@@ -23,8 +24,7 @@ _MAX_BYTES = 4096
 Passphrase = Callable[[], bytes]
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(msgspec.Struct, frozen=True):
     """A callable that returns a passphrase and reads nothing before the call.
 
     Attributes:

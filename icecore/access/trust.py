@@ -7,8 +7,8 @@ is an error. Nothing else calls `icecore.store.log.repository.StoredRepository.o
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
 
+import msgspec
 from blake3 import blake3
 
 from icecore.access.passphrase import Passphrase, current, is_configured
@@ -33,8 +33,7 @@ from icecore.store.log.repository import StoredRepository
 from icecore.store.log.watermark import FileWatermark, Recollection, Seen, Watermark
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(msgspec.Struct, frozen=True):
     """A comparison of a place with this client's record of it.
 
     Attributes:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
+
+import msgspec
 
 from icecore.access import passphrase
 from icecore.commands.output import Output
@@ -42,8 +43,7 @@ def load_numpy() -> None:
         del os.environ[BLAS_THREADS]  # else jobs and hooks inherit it
 
 
-@dataclass(frozen=True)
-class Origin:
+class Origin(msgspec.Struct, frozen=True):
     """Whose request a command is, where the node service runs it.
 
     Attributes:
@@ -58,15 +58,14 @@ class Origin:
     """
 
     identity: Identity | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = msgspec.field(default_factory=dict)
     supervised: bool = False
     lineage: str = ""
     stop: int = 0
     stopped: str = ""
 
 
-@dataclass
-class Context:
+class Context(msgspec.Struct):
     """One run of the command line; a context manager that closes what it opened.
 
     Attributes:
@@ -80,7 +79,7 @@ class Context:
     location: str
     origin: Origin | None = None
     service: Service | None = None
-    _stack: ExitStack = field(default_factory=ExitStack)
+    _stack: ExitStack = msgspec.field(default_factory=ExitStack)
     _repository: Repository | None = None
     _tally: Tally | None = None
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import asdict
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from icecore import units
 from icecore.commands.context import Context
@@ -102,7 +103,7 @@ def _report_difference(found: Difference, context: Context, everything: bool) ->
         output.line("")
     regions = sorted(found.regions, key=lambda region: -region.changed)
     for region in regions:
-        output.result("diff.region", asdict(region))
+        output.result("diff.region", msgspec.structs.asdict(region))
     shown = regions if everything else regions[:ROWS]
     rows = [
         [

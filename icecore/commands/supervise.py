@@ -285,7 +285,7 @@ def _with_grace(plan: Plan, tell: Tell) -> Plan:
     if grace is None:
         return plan
     tell("run.notice", notice_seconds=grace.seconds, setting=grace.setting)
-    return replace(plan, notice=grace.seconds)
+    return msgspec.structs.replace(plan, notice=grace.seconds)
 
 
 def _repository(context: Context, plan: Plan, tell: Tell) -> Repository:

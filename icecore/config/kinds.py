@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
+
+import msgspec
+from msgspec.structs import replace
 
 from icecore.text import harmless
 
@@ -47,8 +49,7 @@ _WORDS = {
 }
 
 
-@dataclass(frozen=True)
-class Kind(Generic[T]):
+class Kind(msgspec.Struct, Generic[T], frozen=True):
     """The type of a setting.
 
     Attributes:

@@ -15,7 +15,6 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from gzip import BadGzipFile, GzipFile
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
@@ -88,8 +87,7 @@ class _Metadata(msgspec.Struct):
     name: str = ""
 
 
-@dataclass(frozen=True)
-class OpenArchive:
+class OpenArchive(msgspec.Struct, frozen=True):
     """An archive that can be read at any offset.
 
     Attributes:

@@ -8,7 +8,6 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import blake3
@@ -63,8 +62,7 @@ class ProcFileOpen(DumpFailed):
     """
 
 
-@dataclass
-class Lost:
+class Lost(msgspec.Struct):
     """An open file that lost its name.
 
     Attributes:
@@ -76,8 +74,7 @@ class Lost:
     content: SpaceCapture | None = None
 
 
-@dataclass
-class Captured:
+class Captured(msgspec.Struct):
     """A consistent image of the tree, as far as it has been read.
 
     Attributes:
@@ -93,12 +90,12 @@ class Captured:
 
     standing: Standing
     images: ImageSet
-    spaces: list[SpaceCapture] = field(default_factory=list)
-    reused: list[Space] = field(default_factory=list)
-    files: list[OpenFile] = field(default_factory=list)
-    lost: dict[tuple[int, int], Lost] = field(default_factory=dict)
+    spaces: list[SpaceCapture] = msgspec.field(default_factory=list)
+    reused: list[Space] = msgspec.field(default_factory=list)
+    files: list[OpenFile] = msgspec.field(default_factory=list)
+    lost: dict[tuple[int, int], Lost] = msgspec.field(default_factory=dict)
     scanned: int = 0
-    surroundings: Surroundings = field(default_factory=Surroundings)
+    surroundings: Surroundings = msgspec.field(default_factory=Surroundings)
 
     @property
     def hidden(self) -> int:

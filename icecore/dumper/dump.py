@@ -9,7 +9,8 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+
+import msgspec
 
 from icecore.dumper.capture import ProcFileOpen
 from icecore.dumper.freeze.window import TreeRestless
@@ -44,8 +45,7 @@ _FIRST_PAUSE, _MOST_PAUSE = 0.02, 1.0
 _REPEATS, _REPEAT_PAUSE = 4, 1.0
 
 
-@dataclass(frozen=True)
-class DumpResult:
+class DumpResult(msgspec.Struct, frozen=True):
     """The result of a dump.
 
     Attributes:

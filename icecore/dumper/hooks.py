@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+
+import msgspec
 
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
@@ -18,8 +19,7 @@ from icecore.host.jobs.shell import run_shell
 _QUOTED_BYTES = 300
 
 
-@dataclass
-class Hooks:
+class Hooks(msgspec.Struct):
     """The commands around one dump.
 
     Attributes:

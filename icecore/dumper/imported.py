@@ -6,8 +6,9 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from icecore.dumper.archive import OpenArchive, open_archive
 from icecore.dumper.memory.images import image_files
@@ -27,8 +28,7 @@ _PAGES = re.compile(r"(?:checkpoint/)?pages-(\d{1,10})\.img\Z")
 _MAX_TAG = 120
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """Content that lies somewhere in a file: ``size`` bytes from ``offset`` on.
 
     ``key`` is that of its space, ``name`` is for messages.
@@ -41,8 +41,7 @@ class Piece:
     name: str
 
 
-@dataclass(frozen=True)
-class Images:
+class Images(msgspec.Struct, frozen=True):
     """The images of one process tree.
 
     Attributes:
@@ -60,8 +59,8 @@ class Images:
     pieces: list[Piece]
     pages: dict[int, Piece]
     name: str = ""
-    tags: list[str] = field(default_factory=list)
-    extra: dict[str, str] = field(default_factory=dict)
+    tags: list[str] = msgspec.field(default_factory=list)
+    extra: dict[str, str] = msgspec.field(default_factory=dict)
 
     @property
     def bytes(self) -> int:

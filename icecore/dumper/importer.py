@@ -9,12 +9,12 @@ import stat
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from icecore.dumper.imported import Images, Piece, open_images
 from icecore.dumper.memory.cells import EXTENT
@@ -54,8 +54,7 @@ _THREADS = 4
 _MAX_ARGUMENTS = 1 << 17
 
 
-@dataclass(frozen=True)
-class ImportResult:
+class ImportResult(msgspec.Struct, frozen=True):
     """The result of an import: the snapshot's id, its lineage and parent, sizes in bytes, and the
     duration.
     """

@@ -8,7 +8,8 @@ import secrets
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+
+import msgspec
 
 from icecore.dumper.encode.encoders import Encoders, can_encode
 from icecore.dumper.memory.budget import CpuBudget, OwnSeconds
@@ -28,8 +29,7 @@ from icecore.store.snapshot.trial import Objective
 from icecore.store.snapshot.writer import SnapshotWriter
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(msgspec.Struct, frozen=True):
     """What the manifest records of what was stored: spaces, sizes in bytes, and where the hints are."""
 
     spaces: list[Space]

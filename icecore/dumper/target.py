@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass
+
+import msgspec
 
 from icecore.errors import NotFound
 from icecore.host.jobs.namespaces import RunRecord
@@ -14,8 +15,7 @@ from icecore.host.kernel import procfs
 from icecore.text import job_name
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(msgspec.Struct, frozen=True):
     """A tree to dump.
 
     Attributes:

@@ -12,9 +12,10 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+import msgspec
 
 from icecore import units
 from icecore.access import passphrase
@@ -49,8 +50,7 @@ _FOR_OTHERS = (
 _ROOM = 1 << 30
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(msgspec.Struct, frozen=True):
     """One finding: what was examined, its state, what was found, and the cure."""
 
     name: str

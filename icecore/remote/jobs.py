@@ -6,7 +6,6 @@ import base64
 import json
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -23,8 +22,7 @@ _POLL_SECONDS = 0.2
 _TERM = 15
 
 
-@dataclass(frozen=True)
-class RemoteJob(Job):
+class RemoteJob(Job, frozen=True):
     """An instance as described by the service."""
 
     service: Service

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+
+import msgspec
 
 from icecore.host.jobs.job import ExitStatus, Job
 from icecore.host.jobs.logs import Stream
 
 
-@dataclass
-class Restored:
+class Restored(msgspec.Struct):
     """A restored tree.
 
     Attributes:
@@ -31,10 +31,10 @@ class Restored:
     job: Job | None
     seconds_to_running: float
     seconds_to_resident: float | None = None
-    log_sizes: Mapping[Stream, int] = field(default_factory=dict)
-    limits: list[str] = field(default_factory=list)
-    _loaded: Future[float] = field(default_factory=Future)
-    _exit: Future[int] = field(default_factory=Future)
+    log_sizes: Mapping[Stream, int] = msgspec.field(default_factory=dict)
+    limits: list[str] = msgspec.field(default_factory=list)
+    _loaded: Future[float] = msgspec.field(default_factory=Future)
+    _exit: Future[int] = msgspec.field(default_factory=Future)
 
     def wait_resident(self, timeout: float | None = None) -> float:
         """Wait until all memory is loaded; until then a lazily restored tree dies with this

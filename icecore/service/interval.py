@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 DAY = 86400.0
 
 
-@dataclass(frozen=True)
-class FailureRate:
+class FailureRate(msgspec.Struct, frozen=True):
     """What is known of how often a job fails: a Gamma prior of one failure, updated by what
     happened.
 
@@ -39,8 +39,7 @@ class FailureRate:
         return max(1.0, (self.prior_seconds + self.seconds) / (1 + self.failures))
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(msgspec.Struct, frozen=True):
     """What a snapshot of a job costs it.
 
     Attributes:
@@ -61,8 +60,7 @@ class Cost:
         return self.window_seconds + self.slow_down * self.background_seconds
 
 
-@dataclass(frozen=True)
-class Bounds:
+class Bounds(msgspec.Struct, frozen=True):
     """What the user allows.
 
     Attributes:
@@ -74,8 +72,7 @@ class Bounds:
     max_loss_seconds: float = 1800.0
 
 
-@dataclass(frozen=True)
-class Interval:
+class Interval(msgspec.Struct, frozen=True):
     """The chosen interval, and why.
 
     Attributes:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 
 from icecore.sizes import PAGE
@@ -42,8 +42,7 @@ class Reader(Protocol):
         """Return the bytes of a small space of a file."""
 
 
-@dataclass(frozen=True)
-class RegionChange:
+class RegionChange(msgspec.Struct, frozen=True):
     """A region that differs.
 
     Attributes:
@@ -71,8 +70,7 @@ class RegionChange:
     stored: int
 
 
-@dataclass(frozen=True)
-class Total:
+class Total(msgspec.Struct, frozen=True):
     """Bytes of one kind of space: all data of the newer snapshot, data that differs, and the size of
     the latter in the repository.
     """
@@ -82,8 +80,7 @@ class Total:
     stored: int
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(msgspec.Struct, frozen=True):
     """What differs between two snapshots.
 
     Attributes:
@@ -104,7 +101,7 @@ class Difference:
     regions: list[RegionChange]
     totals: dict[str, Total]
     containers: tuple[str, str] = ("", "")
-    data: list[tuple[State, str, int]] = field(default_factory=list)
+    data: list[tuple[State, str, int]] = msgspec.field(default_factory=list)
 
 
 class _Folders(NamedTuple):

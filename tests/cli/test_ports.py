@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from icecore.errors import Damaged, RestoreRefused
 from icecore.host.kernel import tcp

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from icecore.dumper.options import DumpOptions
@@ -49,7 +50,7 @@ def wrapper(path: Path, script: str) -> Criu:
     criu = find_criu()
     path.write_text(f"#!/bin/bash\nCRIU={criu.path}\n{script}\n")
     path.chmod(0o755)
-    return replace(criu, path=path)
+    return msgspec.structs.replace(criu, path=path)
 
 
 # -- CRIU
@@ -82,7 +83,7 @@ def test_criu_that_fails(due: Due, job: Job, witness: Witness, tmp_path: Path) -
 
 
 def test_criu_that_does_not_start(job: Job, witness: Witness, tmp_path: Path) -> None:
-    criu = replace(find_criu(), path=tmp_path / "nowhere")
+    criu = msgspec.structs.replace(find_criu(), path=tmp_path / "nowhere")
     fails(job, witness, lambda: witness.store.dump(job.pid, criu=criu))
     witness.next_dump_is_good()
 

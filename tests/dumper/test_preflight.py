@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from icecore.dumper.freeze.guard import DumpGuard
@@ -376,7 +377,7 @@ if libc.umount2(b'dev', 2):
     assert "device" in refusals(pid), "nobody else would say so of a process that uses no GPU"
     found = inspect_tree(pid, find_criu(), "/dev/shm", DumpOptions())
     gpus = GpuInspection(Backend("/dev/nvidia"), [GpuProcess(pid)])
-    assert not checks_descriptors.devices(replace(found, gpus=gpus))
+    assert not checks_descriptors.devices(msgspec.structs.replace(found, gpus=gpus))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -411,7 +412,9 @@ def test_internet_sockets_and_an_old_criu(has: Has, store: Store) -> None:
         pytest.skip("this kernel refuses nothing")
     pid = has("s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen()")
     for version, names in (((4, 1, 1), ["internet-sockets"]), ((4, 2, 1), [])):
-        found = inspect_tree(pid, replace(find_criu(), version=version), "/dev/shm", DumpOptions())
+        found = inspect_tree(
+            pid, msgspec.structs.replace(find_criu(), version=version), "/dev/shm", DumpOptions()
+        )
         assert [r.name for r in refuse(found)] == names
 
 

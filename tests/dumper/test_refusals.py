@@ -11,10 +11,10 @@ import re
 import socket
 import subprocess
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 import icecore
 from icecore.cli import build_parser

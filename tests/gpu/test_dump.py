@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from icecore.dumper.freeze.guard import GuardLost
@@ -344,7 +345,9 @@ def test_the_driver_does_not_wait_for_the_end_of_criu(
     running: list[float] = []
     events = Events({("dump.gpu.unlock", "end"): lambda _: running.append(time.monotonic())})
     try:
-        result = store.dump(target.pid, events=events, criu=replace(found, path=slow))
+        result = store.dump(
+            target.pid, events=events, criu=msgspec.structs.replace(found, path=slow)
+        )
         assert (
             not status
             and store.snapshots() == [result.snapshot]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from icecore.dumper.observe.gpus import GpuInspection, GpuProcess
 from icecore.dumper.observe.inspection import Inspection

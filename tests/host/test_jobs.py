@@ -10,10 +10,10 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from icecore.errors import Damaged, NotFound, UsageError
 from icecore.host.jobs import registry as registry_module

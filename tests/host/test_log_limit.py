@@ -9,10 +9,10 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from icecore.errors import UsageError
 from icecore.events import Event

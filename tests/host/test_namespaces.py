@@ -13,11 +13,11 @@ import socket
 import sys
 import textwrap
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from icecore.dumper.phases.commit import recorded_run
 from icecore.errors import Damaged, RestoreRefused, UsageError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import random
 import stat
@@ -11,6 +10,7 @@ import sys
 import time
 from contextlib import suppress
 
+import msgspec
 import pytest
 
 from icecore.errors import NotFound
@@ -216,10 +216,12 @@ def test_what_appeared():
     def mapping(
         first: int, last: int, *, path: str = "", protection: int = procfs.PROT_READ
     ) -> procfs.Mapping:
-        return dataclasses.replace(some, start=first, end=last, path=path, protection=protection)
+        return msgspec.structs.replace(
+            some, start=first, end=last, path=path, protection=protection
+        )
 
     some = procfs.read_maps(os.getpid())[0]
-    some = dataclasses.replace(some, inode=0, flags=some.flags & ~procfs.MAP_SHARED)
+    some = msgspec.structs.replace(some, inode=0, flags=some.flags & ~procfs.MAP_SHARED)
     assert some.private
     rng = random.Random(5)
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from icecore.dumper.observe import resident_inspection
 from icecore.dumper.observe.gpus import GpuInspection

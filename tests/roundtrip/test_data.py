@@ -14,10 +14,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from icecore.dumper.dump import DumpResult, dump
 from icecore.dumper.options import DumpOptions

@@ -11,10 +11,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from icecore.dumper.dump import dump
 from icecore.dumper.options import DumpOptions

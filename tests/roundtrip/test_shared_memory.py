@@ -13,11 +13,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from icecore.dumper.memory.shared import _merged
 from icecore.dumper.options import DumpOptions

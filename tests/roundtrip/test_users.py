@@ -16,11 +16,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from icecore.errors import NotFound, RestoreRefused, UsageError
 from icecore.events import Event

@@ -10,8 +10,8 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from icecore.dumper.data.layout import Layout
@@ -58,8 +58,7 @@ _FICLONE = 0x40049409
 Identity = tuple[int, int]
 
 
-@dataclass(frozen=True)
-class OpenHere:
+class OpenHere(msgspec.Struct, frozen=True):
     """What the window knows of files that the tree has open.
 
     Attributes:

@@ -9,8 +9,8 @@ import ctypes
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -31,8 +31,7 @@ _AT_ONCE = 256
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
-@dataclass(frozen=True)
-class ReadFile:
+class ReadFile(msgspec.Struct, frozen=True):
     """The content of a file, in the pipeline.
 
     Attributes:
@@ -59,8 +58,7 @@ class ReadFile:
         return np.arange(low, high)
 
 
-@dataclass(frozen=True)
-class Clone:
+class Clone(msgspec.Struct, frozen=True):
     """A copy of a file that shares its blocks: the file may change meanwhile.
 
     ``about`` and ``attributes`` are the file's.
@@ -112,8 +110,7 @@ class _Files:
             at += length
 
 
-@dataclass(frozen=True)
-class Reader:
+class Reader(msgspec.Struct, frozen=True):
     """Reads files below a directory into the space of their content.
 
     Attributes:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from icecore.errors import DumpFailed
@@ -22,12 +22,11 @@ from icecore.host.criu.pagemap_image import ENTRY, PE_LAZY, PE_PRESENT, write_pa
 from icecore.sizes import CELL_BYTES, PAGE
 
 
-@dataclass
-class _Map:
+class _Map(msgspec.Struct):
     """The page map of one process or shared object as it arrives."""
 
     pages: int
-    entries: list[tuple[int, int, int]] = field(default_factory=list)
+    entries: list[tuple[int, int, int]] = msgspec.field(default_factory=list)
 
 
 def receive(pages: socket.socket, version: tuple[int, ...], images: Path, seconds: float) -> int:

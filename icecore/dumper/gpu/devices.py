@@ -10,9 +10,10 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+
+from msgspec.structs import replace
 
 from icecore.dumper.freeze.guard import DumpGuard
 from icecore.dumper.gpu.locking import lock_all, lock_briefly, raise_failed, unlock

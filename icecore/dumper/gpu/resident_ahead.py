@@ -14,9 +14,10 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+import msgspec
 
 from icecore.dumper.gpu.resident_cells import (
     AllocationCells,
@@ -43,8 +44,7 @@ CALL_SECONDS = 2.5
 _FIRST_PORTION, _GROWTH = 1 << 30, 8
 
 
-@dataclass(frozen=True)
-class FoundChanges:
+class FoundChanges(msgspec.Struct, frozen=True):
     """How much has changed.
 
     Attributes:

@@ -8,8 +8,8 @@ the memory that exists then.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -25,8 +25,7 @@ from icecore.sizes import CELL_BYTES, PAGE
 from icecore.store.format.manifest import Region
 
 
-@dataclass
-class AllocationCells:
+class AllocationCells(msgspec.Struct):
     """The cells of one allocation: the worker's handle, and the rows of its process's plan."""
 
     handle: int
@@ -41,8 +40,7 @@ class AllocationCells:
         return slice(self.first, self.first + self.cells)
 
 
-@dataclass
-class ProcessCells:
+class ProcessCells(msgspec.Struct):
     """One process's resident memory.
 
     Attributes:

@@ -11,9 +11,9 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -46,8 +46,7 @@ from icecore.store.format.fingerprints import FINGERPRINT
 _MOST_PLACES, _LEAST_PLACES = 16 * RING, 4 * RING
 
 
-@dataclass
-class CopiedProcess:
+class CopiedProcess(msgspec.Struct):
     """The resident memory of one process on its way into the snapshot. ``place`` i64[n]: where the
     copies of changed cells are.
     """

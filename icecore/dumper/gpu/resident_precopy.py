@@ -11,9 +11,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -53,8 +53,7 @@ _LEAST_ROOM = 64 << 20
 _PORTION = 8 << 30
 
 
-@dataclass(frozen=True)
-class ResidentPreCopied:
+class ResidentPreCopied(msgspec.Struct, frozen=True):
     """What was learnt of one process.
 
     Attributes:
@@ -69,8 +68,7 @@ class ResidentPreCopied:
     stored: int
 
 
-@dataclass
-class _Process:
+class _Process(msgspec.Struct):
     """The cells of one process. bool[n] each: ``restless``: storing them before the window was in
     vain the last time; ``wanted``: to be stored if they are at rest; ``seen``: fingerprinted twice;
     ``stored``: handed to the sink.
@@ -207,8 +205,7 @@ def _first_scan(
         cells.compare(piece.rows)
 
 
-@dataclass(frozen=True)
-class _Copying:
+class _Copying(msgspec.Struct, frozen=True):
     """Stores the memory at rest of one GPU, ``room`` cells at a time: copied aside on the GPU,
     fingerprinted there, and fetched once everything is unmapped.
     """

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 
 import msgspec
@@ -35,8 +34,7 @@ _FIRST_PAGES = np.ascontiguousarray(
 UNKNOWN, ZERO = -1, -2
 
 
-@dataclass(frozen=True)
-class CellPlan:
+class CellPlan(msgspec.Struct, frozen=True):
     """The cells of one address space that hold pages, in address order; ``n`` cells, ``m`` runs.
 
     Attributes:

@@ -26,11 +26,11 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -78,8 +78,7 @@ _COPIERS = 2
 ALL_STOPPED = "files.img"
 
 
-@dataclass(frozen=True)
-class Early:
+class Early(msgspec.Struct, frozen=True):
     """What was read early.
 
     Attributes:
@@ -99,8 +98,8 @@ class Early:
     processes: Mapping[int, Scanned]
     standing: Standing
     rseq: RseqAreas
-    shared: Mapping[str, tuple[npt.NDArray[np.void], Scanned]] = field(default_factory=dict)
-    sharing: Mapping[int, bool] = field(default_factory=dict)
+    shared: Mapping[str, tuple[npt.NDArray[np.void], Scanned]] = msgspec.field(default_factory=dict)
+    sharing: Mapping[int, bool] = msgspec.field(default_factory=dict)
 
     def holds(self) -> bool:
         """Return whether the tree still has exactly the same threads. Call it once CRIU is done."""
@@ -110,8 +109,7 @@ class Early:
             return False
 
 
-@dataclass
-class _Read:
+class _Read(msgspec.Struct):
     """What has been read so far.
 
     Attributes:
@@ -123,17 +121,16 @@ class _Read:
         rings: Whether a process has a ring for asynchronous I/O.
     """
 
-    threads: dict[int, list[int]] = field(default_factory=dict)
-    present: dict[int, Present] = field(default_factory=dict)
-    processes: dict[int, Scanned] = field(default_factory=dict)
-    own: dict[int, _Own] = field(default_factory=dict)
-    scanned: dict[int, Scanned] = field(default_factory=dict)
-    shared: dict[str, tuple[npt.NDArray[np.void], Scanned]] = field(default_factory=dict)
+    threads: dict[int, list[int]] = msgspec.field(default_factory=dict)
+    present: dict[int, Present] = msgspec.field(default_factory=dict)
+    processes: dict[int, Scanned] = msgspec.field(default_factory=dict)
+    own: dict[int, _Own] = msgspec.field(default_factory=dict)
+    scanned: dict[int, Scanned] = msgspec.field(default_factory=dict)
+    shared: dict[str, tuple[npt.NDArray[np.void], Scanned]] = msgspec.field(default_factory=dict)
     rings: bool = False
 
 
-@dataclass(frozen=True)
-class _Own:
+class _Own(msgspec.Struct, frozen=True):
     """A process to read: its private memory, cut into cells; what is known of the cells; and
     whether the process shares pages with others.
     """

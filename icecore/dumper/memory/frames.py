@@ -13,8 +13,8 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -32,8 +32,7 @@ _GAP, _SPAN = 64 * PAGE, 1 << 30
 _CELLS, _MOST_THREADS = 2048, 8
 
 
-@dataclass(frozen=True)
-class Frames:
+class Frames(msgspec.Struct, frozen=True):
     """Where the pages of a plan are in physical memory.
 
     Attributes:

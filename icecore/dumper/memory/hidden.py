@@ -6,11 +6,11 @@ Either all pages of every hidden range are found, or the snapshot fails.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from icecore.dumper.memory.cells import EXTENT
 from icecore.dumper.memory.images import Pagemap

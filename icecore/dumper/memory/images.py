@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from icecore.dumper.memory.cells import EXTENT
 from icecore.errors import Damaged, DumpFailed
@@ -45,8 +46,7 @@ _KINDS = (
 )
 
 
-@dataclass(frozen=True)
-class Pagemap:
+class Pagemap(msgspec.Struct, frozen=True):
     """The memory of one process or shared object.
 
     Attributes:
@@ -66,7 +66,7 @@ class Pagemap:
     regions: list[Region]
     extents: npt.NDArray[np.void]
     written: npt.NDArray[np.void]
-    hidden: npt.NDArray[np.void] = field(default_factory=lambda: np.empty(0, EXTENT))
+    hidden: npt.NDArray[np.void] = msgspec.field(default_factory=lambda: np.empty(0, EXTENT))
 
     def with_hidden(self, extents: npt.NDArray[np.void]) -> Pagemap:
         """Return a copy with pages that CRIU was kept from seeing.
@@ -82,8 +82,7 @@ class Pagemap:
         return replace(self, extents=_merged(everything), hidden=extents)
 
 
-@dataclass(frozen=True)
-class ImageSet:
+class ImageSet(msgspec.Struct, frozen=True):
     """Everything in an image directory that describes memory, by number."""
 
     processes: list[Pagemap]

@@ -4,8 +4,7 @@ whether a cell changed, and where the cell is stored.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -13,8 +12,7 @@ from icecore.store.format.cell import CELL
 from icecore.store.format.fingerprints import FINGERPRINT
 
 
-@dataclass(frozen=True)
-class KnownCells:
+class KnownCells(msgspec.Struct, frozen=True):
     """What is known of a space's cells, sorted by address; n rows.
 
     Attributes:

@@ -7,7 +7,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+
+import msgspec
 
 from icecore.dumper.memory.parent import Parent
 from icecore.dumper.memory.precopy import PreCopied
@@ -31,8 +32,7 @@ _ELSEWHERE = frozenset(
 _MOST = 256
 
 
-@dataclass(frozen=True)
-class _Times:
+class _Times(msgspec.Struct, frozen=True):
     """A file before it was read: its size in bytes and its times in ns since the epoch. At
     ``looked_ns`` no process had it mapped; a store through a later mapping changes the times.
     """
@@ -51,8 +51,7 @@ class _Times:
         return (self.size, self.mtime_ns, self.ctime_ns) == (size, mtime_ns, ctime_ns)
 
 
-@dataclass(frozen=True)
-class OpenFiles(SharedMemory):
+class OpenFiles(SharedMemory, frozen=True):
     """The files that are stored before the window; the keys are their paths.
 
     Attributes:
@@ -60,7 +59,7 @@ class OpenFiles(SharedMemory):
     """
 
     kind: SpaceKind = "file"
-    times: Mapping[str, _Times] = field(default_factory=dict)
+    times: Mapping[str, _Times] = msgspec.field(default_factory=dict)
 
     def is_restless(self, key: str) -> bool:
         """See `SharedMemory.is_restless`."""

@@ -5,7 +5,8 @@ fingerprints.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, field
+
+import msgspec
 
 from icecore.dumper.memory.spaces import ParentSpace, known_from
 from icecore.errors import Damaged, FormatTooNew, NotFound, ObjectMissing, StoreError
@@ -24,8 +25,7 @@ from icecore.store.runtime.loop import LoopThread
 from icecore.store.snapshot.reader import SnapshotReader
 
 
-@dataclass
-class Parent:
+class Parent(msgspec.Struct):
     """The parent snapshot. A space is read on first use, or all at once by ``prepare``. A damaged one
     is reported and counts as missing.
     """
@@ -36,7 +36,7 @@ class Parent:
     _fingerprints: dict[str, Fingerprints]
     _spaces: dict[tuple[str, str], Space]
     _files: dict[str, OpenFile]
-    _read: dict[tuple[str, str], ParentSpace | None] = field(default_factory=dict)
+    _read: dict[tuple[str, str], ParentSpace | None] = msgspec.field(default_factory=dict)
 
     def space(self, kind: str, key: str) -> ParentSpace | None:
         """Return a space of the parent by kind and key; None: it is missing or damaged.

@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -49,8 +49,7 @@ _IN_VAIN = 1 / 8
 _MOST_LOOKS = 3
 
 
-@dataclass(frozen=True)
-class PreCopied:
+class PreCopied(msgspec.Struct, frozen=True):
     """What pre-copy learnt of one process or shared object.
 
     Attributes:
@@ -73,8 +72,7 @@ class PreCopied:
     scanned: int
 
 
-@dataclass(frozen=True)
-class _Scanner:
+class _Scanner(msgspec.Struct, frozen=True):
     """How one space is scanned."""
 
     stream: int

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
@@ -53,8 +53,7 @@ class Source(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class ScanResult:
+class ScanResult(msgspec.Struct, frozen=True):
     """What a scan found, by rows of its plan.
 
     Attributes:
@@ -72,8 +71,7 @@ class ScanResult:
         return np.flatnonzero(self.row == UNKNOWN)
 
 
-@dataclass(frozen=True)
-class ReadElsewhere:
+class ReadElsewhere(msgspec.Struct, frozen=True):
     """Cells whose content was read in another process.
 
     Attributes:
@@ -85,8 +83,7 @@ class ReadElsewhere:
     fingerprint: npt.NDArray[np.void]
 
 
-@dataclass(frozen=True)
-class _Shared:
+class _Shared(msgspec.Struct, frozen=True):
     """What the threads of one scan share."""
 
     plan: CellPlan

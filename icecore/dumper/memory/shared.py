@@ -11,11 +11,12 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
 from typing import Self
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from icecore.dumper.memory.cells import EXTENT, inherit_origins, plan_cells
 from icecore.dumper.memory.known import KnownCells
@@ -47,8 +48,7 @@ _SYSTEM_V = "/SYSV"
 _PIECE, _MOST_PIECES = 256 << 20, 128
 
 
-@dataclass(frozen=True)
-class SharedObject:
+class SharedObject(msgspec.Struct, frozen=True):
     """A shared memory object that is open for reading.
 
     Attributes:
@@ -117,8 +117,7 @@ class SharedObject:
         return np.column_stack([runs["start"], runs["end"]]) - np.uint64(first)
 
 
-@dataclass(frozen=True)
-class SharedMemory:
+class SharedMemory(msgspec.Struct, frozen=True):
     """The shared memory that is read in place.
 
     Attributes:
@@ -128,9 +127,9 @@ class SharedMemory:
         kind: Of the objects' spaces: shared, or file.
     """
 
-    objects: Mapping[str, SharedObject] = field(default_factory=dict)
-    copied: dict[str, PreCopied] = field(default_factory=dict)
-    pages: dict[str, Extents] = field(default_factory=dict)
+    objects: Mapping[str, SharedObject] = msgspec.field(default_factory=dict)
+    copied: dict[str, PreCopied] = msgspec.field(default_factory=dict)
+    pages: dict[str, Extents] = msgspec.field(default_factory=dict)
     kind: SpaceKind = "shared"
 
     def map(self, stack: ExitStack) -> Self:

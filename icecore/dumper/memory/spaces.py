@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -26,8 +26,7 @@ from icecore.store.format.manifest import Region, Space, SpaceKind
 from icecore.store.snapshot.writer import SnapshotWriter
 
 
-@dataclass(frozen=True)
-class ScanContext:
+class ScanContext(msgspec.Struct, frozen=True):
     """What the scans of one dump share."""
 
     pipeline: Pipeline
@@ -75,18 +74,16 @@ class ScanContext:
         return Scanned(plan, sink, result)
 
 
-@dataclass(frozen=True)
-class ParentSpace:
+class ParentSpace(msgspec.Struct, frozen=True):
     """A space as the parent snapshot has it; ``restless`` is as in `Fingerprints`."""
 
     space: Space
     records: list[Records]
     known: KnownCells
-    restless: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+    restless: npt.NDArray[np.uint64] = msgspec.field(default_factory=lambda: np.empty(0, np.uint64))
 
 
-@dataclass(frozen=True)
-class Scanned:
+class Scanned(msgspec.Struct, frozen=True):
     """Scanned cells: their plan, the sink of those that are not known, and what was found."""
 
     plan: CellPlan
@@ -94,8 +91,7 @@ class Scanned:
     result: ScanResult
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(msgspec.Struct, frozen=True):
     """Some cells of a space, with plan and scan result. ``at`` i8[n]: their rows in the sink; None:
     all rows.
     """
@@ -114,8 +110,7 @@ class _Part:
         return rows
 
 
-@dataclass
-class SpaceCapture:
+class SpaceCapture(msgspec.Struct):
     """One space of the new snapshot.
 
     Attributes:
@@ -135,7 +130,7 @@ class SpaceCapture:
     parent: ParentSpace | None
     stream: int = 0
     seen: KnownCells | None = None
-    _parts: list[_Part] = field(default_factory=list)
+    _parts: list[_Part] = msgspec.field(default_factory=list)
 
     @classmethod
     def make(

@@ -9,7 +9,9 @@ import stat
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from icecore.dumper.options import DumpOptions
 from icecore.errors import DumpFailed, NotFound
@@ -30,8 +32,7 @@ _DEVICES = "/dev/"
 _WITHOUT_CONTENT = (0x19800202, 0x1CD1, 0x9FA0, 0x62656572, 0x27E0EB, 0x63677270)
 
 
-@dataclass(frozen=True)
-class FoundFile:
+class FoundFile(msgspec.Struct, frozen=True):
     """A regular file that the tree has open or mapped.
 
     Attributes:
@@ -56,7 +57,7 @@ class FoundFile:
     links: int
     changed_ns: int
     looked_ns: int
-    lost: list[str] = field(default_factory=list)
+    lost: list[str] = msgspec.field(default_factory=list)
     direct: bool = False
 
     @property
@@ -65,8 +66,7 @@ class FoundFile:
         return self.about.device, self.about.inode
 
 
-@dataclass(frozen=True)
-class Opened:
+class Opened(msgspec.Struct, frozen=True):
     """What a process has open and mapped."""
 
     descriptors: Sequence[procfs.Descriptor]

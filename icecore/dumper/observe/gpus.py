@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+
+import msgspec
 
 from icecore.dumper.observe.sockets import Socket, connected_outside
 from icecore.errors import MissingTool, NotFound
@@ -24,8 +25,7 @@ _IPC = "/dev/shm/cuda.shm."
 _CUDA_LIBRARY, NVML_LIBRARY = "/libcuda.so.", "/libnvidia-ml.so."
 
 
-@dataclass(frozen=True)
-class GpuProcess:
+class GpuProcess(msgspec.Struct, frozen=True):
     """A process that has device files of the driver open or mapped.
 
     Attributes:
@@ -48,8 +48,8 @@ class GpuProcess:
 
     pid: int
     opened: tuple[str, ...] = ()
-    contexts: Mapping[str, int] = field(default_factory=dict)
-    settings: Mapping[str, str] = field(default_factory=dict)
+    contexts: Mapping[str, int] = msgspec.field(default_factory=dict)
+    settings: Mapping[str, str] = msgspec.field(default_factory=dict)
     communicates: bool = False
     outside: bool = False
     passes_descriptors: bool = False
@@ -66,8 +66,7 @@ class GpuProcess:
         return max(0, sum(self.contexts.values()) - self.resident)
 
 
-@dataclass(frozen=True)
-class GpuInspection:
+class GpuInspection(msgspec.Struct, frozen=True):
     """The processes of a tree that have device files of the driver.
 
     Attributes:

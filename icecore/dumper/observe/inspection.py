@@ -9,7 +9,8 @@ import re
 import stat
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from icecore.dumper.observe.files import FoundFile, Opened, find_files
 from icecore.dumper.observe.gpus import GpuInspection, inspect_gpus
@@ -28,8 +29,7 @@ _SIZES = ("RssAnon", "VmLck", "HugetlbPages")
 SHARED_MEMORY = ("/dev/zero", "/memfd:", "/SYSV")
 
 
-@dataclass(frozen=True)
-class ProcessInspection:
+class ProcessInspection(msgspec.Struct, frozen=True):
     """What was read about one process of the tree. Memory is in bytes.
 
     Attributes:
@@ -53,8 +53,7 @@ class ProcessInspection:
     namespaces: dict[str, int] | None = None
 
 
-@dataclass(frozen=True)
-class Inspection:
+class Inspection(msgspec.Struct, frozen=True):
     """Everything that the checks judge.
 
     Attributes:
@@ -86,7 +85,7 @@ class Inspection:
     gpus: GpuInspection | None = None
     resident: ResidentInspection | None = None
     run: RunRecord | None = None
-    maps: procfs.MapsReader = field(default_factory=procfs.MapsReader)
+    maps: procfs.MapsReader = msgspec.field(default_factory=procfs.MapsReader)
 
     @property
     def pids(self) -> list[int]:

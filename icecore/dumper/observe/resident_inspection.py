@@ -10,8 +10,10 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
 
 from icecore.dumper.observe.gpus import GpuInspection
 from icecore.errors import NotFound, PreflightRefused
@@ -38,8 +40,7 @@ _WORKER_BYTES = 500 << 20
 _REPORT_SECONDS, _POLL_SECONDS = 2.0, 0.05
 
 
-@dataclass(frozen=True)
-class ResidentInspection:
+class ResidentInspection(msgspec.Struct, frozen=True):
     """The processes of a tree that have resident memory.
 
     Attributes:

@@ -9,8 +9,9 @@ import socket
 import struct
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from icecore.host.kernel import procfs
 
@@ -30,8 +31,7 @@ _SO_PASSCRED, _SO_PASSSEC = 16, 34
 _ESTABLISHED = "01"
 
 
-@dataclass(frozen=True)
-class Socket:
+class Socket(msgspec.Struct, frozen=True):
     """A socket of a process. ``protocol`` is the kernel's name: "TCP", "UDPv6", "UNIX-STREAM",
     "NETLINK", …; empty if the kernel names none.
     """
@@ -46,8 +46,7 @@ class Socket:
         return self.protocol.startswith("UNIX")
 
 
-@dataclass(frozen=True)
-class UnixSocket:
+class UnixSocket(msgspec.Struct, frozen=True):
     """A unix socket of this network namespace: SOCK_ type, the inode of its peer (0: none), and
     whether it has a name.
     """

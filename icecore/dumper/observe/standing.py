@@ -13,8 +13,9 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from icecore.dumper.observe.facts import (
     describe_namespaces,
@@ -35,8 +36,7 @@ from icecore.host.kernel import procfs
 from icecore.store.format.manifest import Namespaces, Process
 
 
-@dataclass(frozen=True)
-class Standing:
+class Standing(msgspec.Struct, frozen=True):
     """A tree that stands still.
 
     Attributes:

@@ -13,9 +13,10 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+
+import msgspec
 
 from icecore.errors import NotFound
 from icecore.host.criu.images import (
@@ -56,8 +57,7 @@ _MOST_LINKS = 40
 _CLOCK_TICK_NS = 10_000_000
 
 
-@dataclass
-class _Search:
+class _Search(msgspec.Struct):
     """Collects the surroundings of one tree.
 
     Attributes:
@@ -71,10 +71,10 @@ class _Search:
     is_own: Callable[[str], bool]
     users: frozenset[int]
     mounts: dict[str, str]
-    folders: dict[str, Folder] = field(default_factory=dict)
-    fifos: dict[str, Fifo] = field(default_factory=dict)
-    sockets: dict[str, SocketName] = field(default_factory=dict)
-    small: dict[str, SmallFile] = field(default_factory=dict)
+    folders: dict[str, Folder] = msgspec.field(default_factory=dict)
+    fifos: dict[str, Fifo] = msgspec.field(default_factory=dict)
+    sockets: dict[str, SocketName] = msgspec.field(default_factory=dict)
+    small: dict[str, SmallFile] = msgspec.field(default_factory=dict)
 
     def skips(self, path: str) -> bool:
         """Return whether a restore makes nothing at a path."""

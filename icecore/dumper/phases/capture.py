@@ -6,7 +6,8 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+
+import msgspec
 
 from icecore.dumper.capture import Capture, Captured
 from icecore.dumper.phases.freeze import Frozen
@@ -17,8 +18,7 @@ from icecore.events import Phase
 from icecore.host.jobs.logs import Stream
 
 
-@dataclass(frozen=True)
-class CaptureResult:
+class CaptureResult(msgspec.Struct, frozen=True):
     """A tree that was read, not yet stored.
 
     Attributes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -32,8 +31,7 @@ from icecore.text import host_name
 _RUNNING_SECONDS = 5.0
 
 
-@dataclass(frozen=True)
-class Committed:
+class Committed(msgspec.Struct, frozen=True):
     """A committed snapshot.
 
     Attributes:

@@ -8,8 +8,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from icecore.dumper.capture import HIDDEN_FILE
 from icecore.dumper.freeze.guard_process import WINDOW_PRIORITY
@@ -39,8 +40,7 @@ _STREAM_SECONDS = 60.0
 _FREEZE_SECONDS = 30.0
 
 
-@dataclass(frozen=True)
-class Frozen:
+class Frozen(msgspec.Struct, frozen=True):
     """A tree that stands still.
 
     Attributes:

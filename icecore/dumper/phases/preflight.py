@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from icecore.dumper.freeze.claim import Claim
 from icecore.dumper.observe.deaths import DeathWatch
@@ -19,8 +19,7 @@ from icecore.host.kernel import procfs
 _CLAIM_SECONDS = 300.0
 
 
-@dataclass(frozen=True)
-class Accepted:
+class Accepted(msgspec.Struct, frozen=True):
     """A tree that can be dumped.
 
     Attributes:

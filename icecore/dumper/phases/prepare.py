@@ -11,8 +11,10 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
 
 from icecore.dumper.data.directories import DataDirectories
 from icecore.dumper.encode.encoders import encoders_for
@@ -64,8 +66,7 @@ NATIVE_SCAN_THREADS = 12
 ENCODE_THREADS = 4
 
 
-@dataclass(frozen=True)
-class Ready:
+class Ready(msgspec.Struct, frozen=True):
     """Everything a window needs. The exit stack that `prepare` was given undoes all of it.
 
     Attributes:

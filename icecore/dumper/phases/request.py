@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.stopping import StopRequest
@@ -13,8 +13,7 @@ from icecore.store.log.repository import StoredRepository
 from icecore.store.runtime.loop import LoopThread
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """One dump as its caller wants it; see `icecore.dumper.dump.dump`. ``stopping``, not the
     options, decides whether it ends the job.
     """

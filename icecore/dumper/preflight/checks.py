@@ -7,8 +7,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from itertools import islice
+
+import msgspec
 
 from icecore.dumper.memory.shared import open_shared
 from icecore.dumper.observe.files import ghosts
@@ -28,8 +29,7 @@ _USER_END = (1 << 47) - 4096
 _WORKDIR_SLACK = 64 << 20
 
 
-@dataclass(frozen=True)
-class Refusal:
+class Refusal(msgspec.Struct, frozen=True):
     """A reason to refuse a dump or to warn: the check's stable name, what was found, and the cure."""
 
     name: str

@@ -7,9 +7,9 @@ from __future__ import annotations
 import os
 import struct
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -131,8 +131,7 @@ def write_image(path: Path, messages: list[Message], magic: int) -> None:
     path.write_bytes(encode_image(messages, magic))
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(msgspec.Struct, frozen=True):
     """A process of the tree. Its ids are those of its pid namespace, by which images are named."""
 
     pid: int
@@ -142,8 +141,7 @@ class Task:
     threads: list[int]
 
 
-@dataclass(frozen=True)
-class Core:
+class Core(msgspec.Struct, frozen=True):
     """The content of core-N.img: the process's name, ALIVE, DEAD or STOPPED, and the exit code of a
     dead one.
     """
@@ -153,8 +151,7 @@ class Core:
     exit_code: int
 
 
-@dataclass(frozen=True)
-class AddressSpace:
+class AddressSpace(msgspec.Struct, frozen=True):
     """The content of mm-N.img: VMAs in address order, the file id of the program, and the bounds of
     heap and arguments.
     """
@@ -181,8 +178,7 @@ class AddressSpace:
         return lazy
 
 
-@dataclass(frozen=True)
-class RegularFile:
+class RegularFile(msgspec.Struct, frozen=True):
     """A regular file (or folder) of files.img. ``size`` is None where CRIU does not check it at
     restore; ``external`` ones come from outside.
     """
@@ -197,8 +193,7 @@ class RegularFile:
     external: bool
 
 
-@dataclass(frozen=True)
-class Remap:
+class Remap(msgspec.Struct, frozen=True):
     """A file that had no name any more: file ``original`` is restored from ``target``, a ghost
     image (GHOST) or another file (LINKED).
     """
@@ -223,8 +218,7 @@ def load_core(folder: Path, pid: int) -> Core:
     return Core(task.text(6), task.integer(1), task.signed(2))
 
 
-@dataclass(frozen=True)
-class Credentials:
+class Credentials(msgspec.Struct, frozen=True):
     """The credentials of a thread.
 
     Attributes:

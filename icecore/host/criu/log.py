@@ -5,7 +5,8 @@ first error counts: the others follow from it.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+import msgspec
 
 _ERROR_LINE = re.compile(r"^(?:\(\d+\.\d+\)\s*)?(?:pie: )?(?:\s*\d+:\s*)?Error \(([^)]*)\): (.*)$")
 #: Logged as errors by dumps and restores that succeed.
@@ -14,8 +15,7 @@ _HARMLESS = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Cause:
+class Cause(msgspec.Struct, frozen=True):
     """A known cause of CRIU's failure: ``name`` for programs, ``message`` and ``cure`` for people."""
 
     name: str
@@ -23,8 +23,7 @@ class Cause:
     cure: str
 
 
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
+class Diagnosis(msgspec.Struct, frozen=True):
     """``errors``: CRIU's own error lines, in order. ``cause``: their known cause, or None."""
 
     errors: list[str]

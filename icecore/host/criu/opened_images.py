@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from icecore.errors import Damaged
@@ -46,8 +46,7 @@ _GHOST_HEAD = 8192
 _OTHER = VMA_SYSVIPC | VMA_AIORING | VMA_SOCKET | VMA_GUARD
 
 
-@dataclass(frozen=True)
-class OpenedFile:
+class OpenedFile(msgspec.Struct, frozen=True):
     """A regular file that CRIU opens by its path.
 
     Attributes:

@@ -7,7 +7,8 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+import msgspec
 
 from icecore.errors import DumpFailed
 
@@ -38,8 +39,7 @@ def page_server_record(version: tuple[int, ...]) -> struct.Struct:
     return _RECORD_42 if version[:2] >= (4, 2) else _RECORD_41
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(msgspec.Struct, frozen=True):
     """Pages that CRIU announces: ``pages`` pages from ``address`` of image ``number`` of ``kind``.
     Their bytes follow if ``flags`` contains PE_PRESENT.
     """

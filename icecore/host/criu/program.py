@@ -10,9 +10,10 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+import msgspec
 
 from icecore.errors import MissingTool, NotFound
 from icecore.host.criu.log import Diagnosis, diagnose
@@ -29,8 +30,7 @@ NetworkLock = Literal["skip", "iptables", "nftables"]
 Connections = Literal["refuse", "keep", "close"]
 
 
-@dataclass(frozen=True)
-class Criu:
+class Criu(msgspec.Struct, frozen=True):
     """A CRIU that starts: its path and version."""
 
     path: Path
@@ -199,8 +199,7 @@ def plugin_folder(folder: Path, others: str, own: Sequence[Path]) -> Path:
     return folder
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Arguments:
+class _Arguments(msgspec.Struct, frozen=True, kw_only=True):
     """The options that a dump and a restore have in common.
 
     Attributes:
@@ -248,8 +247,7 @@ class _Arguments:
         ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class DumpArguments(_Arguments):
+class DumpArguments(_Arguments, frozen=True, kw_only=True):
     """The options of a dump.
 
     Attributes:
@@ -269,8 +267,7 @@ class DumpArguments(_Arguments):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RestoreArguments(_Arguments):
+class RestoreArguments(_Arguments, frozen=True, kw_only=True):
     """The options of a restore.
 
     Attributes:

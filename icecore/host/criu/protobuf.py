@@ -9,8 +9,8 @@ https://protobuf.dev/programming-guides/encoding/
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -49,13 +49,12 @@ def write_varint(value: int) -> bytes:
     return bytes(out)
 
 
-@dataclass
-class Message:
+class Message(msgspec.Struct):
     """A message as its fields in order: (number, wire type, value). A value is an int, or bytes if
     it has a length.
     """
 
-    fields: list[tuple[int, int, int | bytes]] = field(default_factory=list)
+    fields: list[tuple[int, int, int | bytes]] = msgspec.field(default_factory=list)
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> Message:

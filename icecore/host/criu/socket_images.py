@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator, Set
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from icecore.host.criu.images import FILES, read_image, write_image
 from icecore.host.criu.protobuf import Message
@@ -27,8 +28,7 @@ _BOTH = 3
 _EXTERNAL, _BY_PLUGIN = 1, 4
 
 
-@dataclass(frozen=True)
-class UnixImage:
+class UnixImage(msgspec.Struct, frozen=True):
     """A unix socket of the images.
 
     Attributes:

@@ -9,9 +9,10 @@ are the caller's.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, Protocol
+
+import msgspec
 
 from icecore.errors import IcecoreError, MissingTool
 
@@ -38,8 +39,7 @@ class Placement(Enum):
     PROCESS = "process"
 
 
-@dataclass(frozen=True)
-class Checkpointed:
+class Checkpointed(msgspec.Struct, frozen=True):
     """A process whose device memory is on the host.
 
     Attributes:

@@ -7,16 +7,16 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import ModuleType
+
+import msgspec
 
 from icecore.host.cuda.api import DriverMissing
 from icecore.host.cuda.driver import EXTRA_CURE
 from icecore.text import printable
 
 
-@dataclass(frozen=True)
-class Gpu:
+class Gpu(msgspec.Struct, frozen=True):
     """One GPU. ``minor``: N of /dev/nvidiaN; ``memory`` and ``used`` in bytes; ``mig``: divided
     into instances (MIG).
     """
@@ -29,8 +29,7 @@ class Gpu:
     mig: bool = False
 
 
-@dataclass(frozen=True)
-class Inventory:
+class Inventory(msgspec.Struct, frozen=True):
     """The GPUs and their processes as NVML reports them.
 
     Attributes:
@@ -43,7 +42,7 @@ class Inventory:
 
     driver: str
     gpus: tuple[Gpu, ...]
-    contexts: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    contexts: Mapping[int, Mapping[str, int]] = msgspec.field(default_factory=dict)
     mps: frozenset[int] = frozenset()
 
     @property

@@ -12,8 +12,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from icecore.errors import NotFound
 from icecore.host.kernel.trusted import open_file
@@ -47,8 +48,7 @@ _SOCKET = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Requirement:
+class Requirement(msgspec.Struct, frozen=True):
     """One feature that must be off: what it is, the setting that turns it off, and how to see
     whether it is off.
     """

@@ -6,9 +6,10 @@ import os
 import re
 import stat
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from icecore.errors import UsageError
 from icecore.host.cuda.api import DeviceCheckpoint
@@ -23,8 +24,7 @@ VARIABLE = "ICECORE_CUDA"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-@dataclass(frozen=True)
-class Backend:
+class Backend(msgspec.Struct, frozen=True):
     """A way to access GPU memory.
 
     Attributes:

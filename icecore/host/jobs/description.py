@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+
+import msgspec
 
 from icecore.host.jobs.namespaces import Isolation
 from icecore.host.kernel import procfs
@@ -19,8 +20,7 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-@dataclass(frozen=True)
-class Description:
+class Description(msgspec.Struct, frozen=True):
     """The content of ``job.json``.
 
     Attributes:
@@ -68,11 +68,11 @@ class Description:
     resident: str = ""
     keep_resident: bool = False
     files_to: str = ""
-    copies: list[str] = field(default_factory=list)
+    copies: list[str] = msgspec.field(default_factory=list)
     user: int = 0
     user_name: str = "root"
     group: str = ""
-    data: list[str] = field(default_factory=list)
+    data: list[str] = msgspec.field(default_factory=list)
     log_limit: int = 0
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Literal
+
+import msgspec
+from msgspec.structs import replace
 
 from icecore.errors import UsageError
 from icecore.host.cuda import nccl
@@ -17,8 +19,7 @@ from icecore.host.jobs.namespaces import Isolation
 _PROBE_SECONDS = 20.0
 
 
-@dataclass(frozen=True)
-class GpuRun:
+class GpuRun(msgspec.Struct, frozen=True):
     """The settings with which a GPU job is started.
 
     Attributes:

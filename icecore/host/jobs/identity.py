@@ -16,9 +16,11 @@ import resource
 import select
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 from icecore.errors import NotFound, UsageError
 from icecore.host.kernel import cgroups, libc, limits, procfs
@@ -57,8 +59,7 @@ _REAL_TIME = (os.SCHED_FIFO, os.SCHED_RR, _SCHED_DEADLINE)
 ALL_CAPABILITIES = (1 << 64) - 1
 
 
-@dataclass(frozen=True)
-class Identity:
+class Identity(msgspec.Struct, frozen=True):
     """What a job inherits.
 
     Attributes:
@@ -86,7 +87,7 @@ class Identity:
     name: str
     home: str = ""
     shell: str = ""
-    limits: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    limits: Mapping[int, tuple[int, int]] = msgspec.field(default_factory=dict)
     umask: int | None = None
     nice: int = 0
     policy: int = 0

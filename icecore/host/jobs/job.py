@@ -19,12 +19,12 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from icecore.errors import Damaged, NotFound, UsageError
 from icecore.events import Event, Sink
@@ -107,8 +107,7 @@ def _held() -> Iterator[tuple[tuple[int, int], int]]:
             yield (held.st_dev, held.st_ino), pid
 
 
-@dataclass(frozen=True)
-class ExitStatus:
+class ExitStatus(msgspec.Struct, frozen=True):
     """How a command ended: ``code`` or ``signal``; both None if it is unknown (the machine was
     restarted meanwhile).
     """
@@ -131,8 +130,7 @@ class ExitStatus:
         return f"killed by {signal.Signals(self.signal).name if self.signal in set(signal.Signals) else f'signal {self.signal}'}"
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(msgspec.Struct, frozen=True, dict=True):
     """One instance. ``description`` is what was read when the object was created; the methods query
     the machine.
     """
@@ -172,7 +170,7 @@ class Job:
         try:
             with open(create_private(new), "w") as file:
                 # The standard library's JSON: it can hold names that are not UTF-8, escaped.
-                file.write(json.dumps(asdict(self.description), indent=2) + "\n")
+                file.write(json.dumps(msgspec.to_builtins(self.description), indent=2) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(new, self.directory / "job.json")

@@ -9,17 +9,17 @@ from __future__ import annotations
 import errno
 import os
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
+
+import msgspec
 
 Stream = Literal["stdout", "stderr"]
 STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 
 
-@dataclass(frozen=True)
-class LogPiece:
+class LogPiece(msgspec.Struct, frozen=True):
     """Bytes that a command wrote, in the order of one stream (two streams have no common order).
 
     Attributes:

@@ -30,10 +30,11 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
+
+import msgspec
 
 from icecore.errors import MissingTool, RestoreRefused, UsageError
 from icecore.host.kernel import procfs
@@ -84,8 +85,7 @@ _NOT_BOUND = frozenset(
 OWN_MOUNTS = ("/proc", "/dev/pts", "/dev/shm", "/dev/mqueue", "/run/icecore")
 
 
-@dataclass(frozen=True)
-class Isolation:
+class Isolation(msgspec.Struct, frozen=True):
     """The namespaces that a job gets.
 
     Attributes:
@@ -119,8 +119,7 @@ class Isolation:
         return [name for name, own in pairs if own]
 
 
-@dataclass(frozen=True)
-class RunRecord:
+class RunRecord(msgspec.Struct, frozen=True):
     """How a job was started: all that a restore needs besides CRIU's images. A snapshot records it as
     `icecore.store.format.contract.Run`, which has the same fields and says which values are valid.
 
@@ -150,12 +149,12 @@ class RunRecord:
     binds: list[str]
     init: bytes
     files_to: str = ""
-    copies: list[str] = field(default_factory=list)
+    copies: list[str] = msgspec.field(default_factory=list)
     user: int = 0
     user_name: str = "root"
-    data: list[str] = field(default_factory=list)
+    data: list[str] = msgspec.field(default_factory=list)
     log_limit: int = 0
-    log_start: dict[Stream, int] = field(default_factory=dict)
+    log_start: dict[Stream, int] = msgspec.field(default_factory=dict)
 
     @property
     def tmp(self) -> list[str]:

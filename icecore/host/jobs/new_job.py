@@ -7,9 +7,11 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec.structs import replace
 
 from icecore.environment import job_environment
 from icecore.errors import IcecoreError, NotFound, UsageError
@@ -25,8 +27,7 @@ if TYPE_CHECKING:
     from icecore.host.jobs.identity import Identity
 
 
-@dataclass(frozen=True)
-class NewJob:
+class NewJob(msgspec.Struct, frozen=True):
     """What is known of a job before it is recorded.
 
     Attributes:

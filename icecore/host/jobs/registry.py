@@ -14,9 +14,10 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from icecore.errors import Damaged, NameTaken, NotFound, UsageError
 from icecore.events import Event, Sink, discard

@@ -13,10 +13,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+import msgspec
 
 from icecore.errors import IcecoreError, NotFound, UsageError
 from icecore.host.jobs import launch
@@ -35,8 +36,7 @@ class StartFailed(IcecoreError):
     """The command could not be started; nothing of it is left running."""
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(msgspec.Struct, frozen=True):
     """The description of what is to be started.
 
     Attributes:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from icecore.errors import NotFound, UsageError
 from icecore.host.kernel import procfs
 
 
-@dataclass(frozen=True, slots=True)
-class Hierarchy:
+class Hierarchy(msgspec.Struct, frozen=True):
     """A mounted hierarchy.
 
     Attributes:

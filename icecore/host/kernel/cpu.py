@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 _STAT = Path("/proc/stat")
 _GROUPS = Path("/sys/fs/cgroup")
@@ -81,8 +82,7 @@ def idle_seconds() -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-@dataclass(frozen=True)
-class Activity:
+class Activity(msgspec.Struct, frozen=True):
     """What ran while this process slept.
 
     Attributes:

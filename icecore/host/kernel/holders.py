@@ -21,7 +21,8 @@ import stat
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+
+import msgspec
 
 from icecore.errors import NotFound
 from icecore.host.kernel import procfs
@@ -40,8 +41,7 @@ _SIGKILL_BIT = 1 << (signal.SIGKILL - 1)
 FileId = tuple[int, int]
 
 
-@dataclass(frozen=True, order=True)
-class Holder:
+class Holder(msgspec.Struct, frozen=True, order=True):
     """A process that has a file open.
 
     Attributes:

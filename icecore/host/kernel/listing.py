@@ -9,7 +9,8 @@ import os
 import re
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+import msgspec
 
 from icecore.host.kernel.filesystem import open_confined
 from icecore.host.kernel.limits import memory_available
@@ -30,8 +31,7 @@ OF_USERS = ("user.", "system.posix_acl_")
 OF_ROOT = ("trusted.", "security.capability")
 
 
-@dataclass(frozen=True)
-class Listing:
+class Listing(msgspec.Struct, frozen=True):
     """What a directory contained.
 
     Attributes:
@@ -41,9 +41,9 @@ class Listing:
         attributes: Extended attributes of directories that changed.
     """
 
-    found: dict[str, os.stat_result] = field(default_factory=dict)
-    mounts: set[str] = field(default_factory=set)
-    attributes: dict[str, Attributes] = field(default_factory=dict)
+    found: dict[str, os.stat_result] = msgspec.field(default_factory=dict)
+    mounts: set[str] = msgspec.field(default_factory=set)
+    attributes: dict[str, Attributes] = msgspec.field(default_factory=dict)
 
 
 class TooMany(Exception):

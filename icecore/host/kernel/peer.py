@@ -7,7 +7,8 @@ import os
 import select
 import socket
 import struct
-from dataclasses import dataclass
+
+import msgspec
 
 from icecore.errors import Denied, NotFound
 from icecore.host.kernel import procfs
@@ -19,8 +20,7 @@ _GID = struct.Struct("I")
 _MOST_GROUPS = 65536
 
 
-@dataclass(frozen=True)
-class Peer:
+class Peer(msgspec.Struct, frozen=True):
     """The process at the other end of a unix socket, as it was when it connected.
 
     Attributes:

@@ -9,7 +9,9 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from icecore.errors import IcecoreError, NotFound
 
@@ -20,8 +22,7 @@ _PF_KTHREAD = 0x00200000
 _PF_EXITING = 0x00000004
 
 
-@dataclass(frozen=True, slots=True)
-class Mapping:
+class Mapping(msgspec.Struct, frozen=True):
     """One line of /proc/PID/maps. ``protection`` are PROT_ bits, ``flags`` MAP_SHARED or
     MAP_PRIVATE, ``device`` is (major, minor).
 
@@ -78,8 +79,7 @@ class Mapping:
 Layout = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Status:
+class Status(msgspec.Struct, frozen=True):
     """What /proc/PID/status and stat say. Memory in bytes; ``start_time`` in clock ticks after
     boot; ``own_pid`` as seen in its own pid namespace.
     """
@@ -112,8 +112,7 @@ class Status:
         return self.state in "Tt"
 
 
-@dataclass(frozen=True, slots=True)
-class Descriptor:
+class Descriptor(msgspec.Struct, frozen=True):
     """An open file of a process. ``target`` is what /proc/PID/fd links to, ``flags`` the open(2)
     flags, ``inode`` and ``device`` of what is open, ``special`` the device that a device file stands
     for.
@@ -553,8 +552,7 @@ def command_line(pid: int) -> list[str]:
     return [os.fsdecode(word) for word in data.rstrip(b"\0").split(b"\0")] if data else []
 
 
-@dataclass(frozen=True, slots=True)
-class Mount:
+class Mount(msgspec.Struct, frozen=True):
     """One line of /proc/PID/mountinfo: the mount's id, where it is, and the type of its file
     system.
     """

@@ -10,7 +10,8 @@ import socket
 import struct
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+
+import msgspec
 
 LISTEN, TIME_WAIT, FIN_WAIT2 = 0x0A, 0x06, 0x05
 _LEFT_OVER = frozenset((TIME_WAIT, FIN_WAIT2))
@@ -32,8 +33,7 @@ _ANSWER_SECONDS = 10.0
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-@dataclass(frozen=True)
-class TcpSocket:
+class TcpSocket(msgspec.Struct, frozen=True):
     """A TCP socket.
 
     Attributes:

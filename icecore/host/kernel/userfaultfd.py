@@ -10,7 +10,8 @@ import errno
 import fcntl
 import os
 import platform
-from dataclasses import dataclass
+
+import msgspec
 
 from icecore.host.kernel import libc
 from icecore.sizes import PAGE
@@ -80,8 +81,7 @@ class _ZeroArgument(ctypes.Structure):
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
+class Fault(msgspec.Struct, frozen=True):
     """A thread waits for the page at ``address`` (page-aligned). ``thread`` is its id where
     FEATURE_THREAD_ID was asked for, else 0.
     """
@@ -91,8 +91,7 @@ class Fault:
     thread: int
 
 
-@dataclass(frozen=True, slots=True)
-class Fork:
+class Fork(msgspec.Struct, frozen=True):
     """The process forked: ``descriptor`` is the child's own userfaultfd (owned by whoever read the
     event), with the parent's registrations.
     """
@@ -100,8 +99,7 @@ class Fork:
     descriptor: int
 
 
-@dataclass(frozen=True, slots=True)
-class Remap:
+class Remap(msgspec.Struct, frozen=True):
     """``length`` bytes moved from ``source`` to ``target``: what was missing at the one is now
     missing at the other.
 
@@ -115,8 +113,7 @@ class Remap:
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class Remove:
+class Remove(msgspec.Struct, frozen=True):
     """The process discarded ``start`` to ``end`` (madvise DONTNEED, REMOVE): still registered, and
     zero from now on.
     """
@@ -125,8 +122,7 @@ class Remove:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class Unmap:
+class Unmap(msgspec.Struct, frozen=True):
     """The process unmapped ``start`` to ``end``."""
 
     start: int
@@ -148,8 +144,7 @@ class Stop(enum.Enum):
     DEAD = "dead"
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(msgspec.Struct, frozen=True):
     """What a placement did.
 
     ``advanced`` bytes of the range were settled: ``filled`` now, ``present`` before (a fault was

@@ -13,7 +13,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import IntEnum
 from errno import (
     EAGAIN,
@@ -29,6 +28,8 @@ from errno import (
 )
 from pathlib import Path
 from typing import TypeVar
+
+import msgspec
 
 from icecore.errors import IcecoreError, NotFound
 from icecore.host.kernel import procfs
@@ -79,8 +80,7 @@ class State(IntEnum):
     UNMAPPED = 2
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(msgspec.Struct, frozen=True):
     """The status of a process with resident memory.
 
     Attributes:
@@ -99,8 +99,7 @@ _HAND_OVER = 1
 _COPIES = 2
 
 
-@dataclass(frozen=True)
-class Copies:
+class Copies(msgspec.Struct, frozen=True):
     """How a process makes the driver's copies of a window itself
     (``icecore/host/resident/copies.c``).
 
@@ -113,8 +112,7 @@ class Copies:
     huge: int = 0
 
 
-@dataclass(frozen=True)
-class Unmapped:
+class Unmapped(msgspec.Struct, frozen=True):
     """The device memory that was unmapped from a process.
 
     Attributes:
@@ -362,8 +360,7 @@ class Agent(_Speaker):
         return found
 
 
-@dataclass(frozen=True)
-class HeldProcess:
+class HeldProcess(msgspec.Struct, frozen=True):
     """A process as its keeper knows it.
 
     Attributes:

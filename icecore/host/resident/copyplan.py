@@ -9,10 +9,10 @@ few copies move much.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -31,8 +31,7 @@ class To(Enum):
     HOST = "host"
 
 
-@dataclass(frozen=True)
-class Copy:
+class Copy(msgspec.Struct, frozen=True):
     """A run of changed cells.
 
     Attributes:
@@ -51,8 +50,7 @@ class Copy:
     stream: int
 
 
-@dataclass(frozen=True)
-class CopyPlan:
+class CopyPlan(msgspec.Struct, frozen=True):
     """All copies of one device, and what there was no room for: ``(allocation, offset, size)``."""
 
     copies: list[Copy]

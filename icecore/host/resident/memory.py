@@ -8,9 +8,9 @@ files (`icecore.host.resident.fake_memory`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -20,8 +20,7 @@ from icecore.host.resident.fingerprint import Words
 Addresses = npt.NDArray[np.uint64]
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """One copy: bytes from an address to another, of device memory or of pinned host memory;
     ``stream``: pieces of another one may go at the same time.
     """

@@ -8,8 +8,9 @@ import array
 import socket
 import struct
 import uuid
-from dataclasses import dataclass, field, fields
 from enum import IntEnum
+
+import msgspec
 
 VERSION = 2
 #: What older processes speak (out of older snapshots), and their keepers: they know nothing of
@@ -59,8 +60,7 @@ class Operation(IntEnum):
     AGENT_END = 95
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(msgspec.Struct, frozen=True):
     """One packet; its operation decides which fields count (docs/explanation/resident-memory.md).
 
     Attributes:
@@ -89,7 +89,7 @@ class Message:
 
     def pack(self, version: int = VERSION) -> bytes:
         """As bytes."""
-        return _LAYOUT.pack(version, *(getattr(self, one.name) for one in fields(self)))
+        return _LAYOUT.pack(version, *msgspec.structs.astuple(self))
 
     @classmethod
     def unpack(cls, data: bytes) -> Message:
@@ -136,8 +136,7 @@ def receive(source: socket.socket) -> tuple[Message, int]:
     return Message.unpack(data), descriptors[0] if descriptors else -1
 
 
-@dataclass(frozen=True)
-class Counts:
+class Counts(msgspec.Struct, frozen=True):
     """A process's GPU memory, by who has it. The ``…_bytes`` count live memory.
 
     Attributes:
@@ -205,8 +204,7 @@ class Counts:
         return {name: some for name in _LEFT if (some := int(getattr(self, name)))}
 
 
-@dataclass(frozen=True)
-class Allocation:
+class Allocation(msgspec.Struct, frozen=True):
     """One resident allocation.
 
     Attributes:
@@ -229,7 +227,7 @@ class Allocation:
     requested: int
     device: str
     ordinal: int
-    token: bytes = field(repr=False)
+    token: bytes
     imported: bool = False
     exported: bool = False
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cmp_to_key
+
+import msgspec
 
 from icecore.errors import IcecoreError
 from icecore.host.kernel.kcmp import kcmp
@@ -24,8 +25,7 @@ class SharingUnclear(IcecoreError):
     """It cannot be determined which memory is shared, or shared memory has no owner."""
 
 
-@dataclass(frozen=True)
-class Import:
+class Import(msgspec.Struct, frozen=True):
     """An allocation that is the memory of another allocation.
 
     Attributes:
@@ -37,8 +37,7 @@ class Import:
     owner: tuple[int, int]
 
 
-@dataclass(frozen=True)
-class Shares:
+class Shares(msgspec.Struct, frozen=True):
     """Who has which memory.
 
     Attributes:

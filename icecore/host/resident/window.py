@@ -14,8 +14,9 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from errno import EAGAIN
+
+import msgspec
 
 from icecore.errors import IcecoreError
 from icecore.host.cuda.api import LockTimeout
@@ -26,8 +27,7 @@ _FIRST_PATIENCE, _MOST_PATIENCE = 0.05, 1.0
 _FIRST_LOCK = 0.25
 
 
-@dataclass(frozen=True)
-class Try:
+class Try(msgspec.Struct, frozen=True):
     """The limits of one attempt, in seconds.
 
     Attributes:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from icecore.errors import IcecoreError, RestoreFailed
 from icecore.events import Progress
@@ -38,8 +39,7 @@ _FAULT_THREADS = 4
 Through = Callable[[Placer, Sequence[Batch]], Sequence[int]]
 
 
-@dataclass(frozen=True)
-class _HandedOut:
+class _HandedOut(msgspec.Struct, frozen=True):
     """Placers that do the workers' work; see `Fetcher.hand_out`."""
 
     placers: Sequence[Placer]

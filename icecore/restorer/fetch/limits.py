@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
 from icecore.host.kernel.memory import HugeBuffer
 from icecore.sizes import CELL_BYTES
 from icecore.store.runtime.pool import Scratch
 
 
-@dataclass
-class Spent:
+class Spent(msgspec.Struct):
     """What workers have done.
 
     Attributes:
@@ -41,8 +40,7 @@ class Spent:
         }
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(msgspec.Struct, frozen=True):
     """What a fetcher may use.
 
     Attributes:
@@ -57,7 +55,7 @@ class Limits:
     budget: int
     attempts: int
     stall: float
-    shelf: Shelf = field(default_factory=lambda: Shelf())
+    shelf: Shelf = msgspec.field(default_factory=lambda: Shelf())
 
 
 class Buffers:

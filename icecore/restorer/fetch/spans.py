@@ -11,7 +11,8 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from icecore.errors import RestoreFailed
 from icecore.restorer.place.placers import Placer, PlacerLost
@@ -25,14 +26,13 @@ _POLL_SECONDS = 0.1
 Came = Callable[[int, Stored], None]
 
 
-@dataclass
-class _Asked:
+class _Asked(msgspec.Struct):
     """A placer: since when it has been silent, whether it has begun, and what it was asked for."""
 
     placer: Placer
     since: float
     begun: bool
-    spans: deque[range] = field(default_factory=deque)
+    spans: deque[range] = msgspec.field(default_factory=deque)
 
     def hear(self, came: Came) -> list[int]:
         """Take what it says; return the rows that it could not deliver.

@@ -10,11 +10,11 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
 import zstandard
+from msgspec.structs import replace
 
 from icecore.errors import Damaged, StoreError, UsageError
 from icecore.events import Progress

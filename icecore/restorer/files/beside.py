@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+
+import msgspec
 
 from icecore.host.kernel.holders import Holder, find_holders
 from icecore.restorer.files.jobpaths import JobPaths, PathRefused
@@ -22,8 +23,7 @@ _NAMED = 3
 _AT_ONCE = 64
 
 
-@dataclass(frozen=True)
-class Conflict:
+class Conflict(msgspec.Struct, frozen=True):
     """A file that the restored job writes, or that the restore writes, and that running processes
     have open.
 

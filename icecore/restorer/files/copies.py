@@ -9,10 +9,10 @@ import shlex
 import stat
 from collections.abc import Set
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from icecore.errors import RestoreRefused, UsageError
 from icecore.host.criu.images import load_files, load_remaps
@@ -27,8 +27,7 @@ _IN_PLACE_OR_LEAVE = "choose --files restore or leave"
 IN_PLACE = "/"
 
 
-@dataclass(frozen=True)
-class Copies:
+class Copies(msgspec.Struct, frozen=True):
     """Which files of an instance are copies.
 
     Attributes:

@@ -7,9 +7,10 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from icecore.host.kernel.filesystem import open_confined
 from icecore.host.kernel.listing import Listing, TooMany, most_entries, walk
@@ -31,8 +32,7 @@ from icecore.store.format.manifest import Manifest, OpenFile
 from icecore.store.format.surroundings import Folder
 
 
-@dataclass(frozen=True)
-class Content:
+class Content(msgspec.Struct, frozen=True):
     """Where the content of a file lies: cells of the space ``key`` from ``location`` on."""
 
     key: str
@@ -53,8 +53,7 @@ class Content:
         )
 
 
-@dataclass(frozen=True)
-class DataPlan:
+class DataPlan(msgspec.Struct, frozen=True):
     """What is done to the data directories.
 
     Attributes:
@@ -66,7 +65,7 @@ class DataPlan:
     """
 
     files: FilePlan
-    contents: Mapping[str, Content] = field(default_factory=dict)
+    contents: Mapping[str, Content] = msgspec.field(default_factory=dict)
     handled: frozenset[str] = frozenset()
     present: tuple[Action, ...] = ()
     left: tuple[str, ...] = ()
@@ -75,8 +74,7 @@ class DataPlan:
 NO_DATA = DataPlan(FilePlan([], []))
 
 
-@dataclass
-class _Planning:
+class _Planning(msgspec.Struct):
     """The plan of one directory so far."""
 
     about: DataDirectory
@@ -86,20 +84,20 @@ class _Planning:
     mapped: Set[int]
     entries: dict[str, Entry]
     listing: Listing
-    actions: list[Action] = field(default_factory=list)
-    removals: list[Action] = field(default_factory=list)
-    links: list[Action] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-    folders: list[Folder] = field(default_factory=list)
-    settled: list[Folder] = field(default_factory=list)
-    attributes: dict[str, dict[bytes, bytes]] = field(default_factory=dict)
-    left: list[str] = field(default_factory=list)
-    contents: dict[str, Content] = field(default_factory=dict)
-    untouched: set[Inode] = field(default_factory=set)
-    kept: set[str] = field(default_factory=set)
-    cleared: set[str] = field(default_factory=set)
-    touched: set[str] = field(default_factory=set)
-    holding: set[str] = field(default_factory=set)
+    actions: list[Action] = msgspec.field(default_factory=list)
+    removals: list[Action] = msgspec.field(default_factory=list)
+    links: list[Action] = msgspec.field(default_factory=list)
+    problems: list[Problem] = msgspec.field(default_factory=list)
+    folders: list[Folder] = msgspec.field(default_factory=list)
+    settled: list[Folder] = msgspec.field(default_factory=list)
+    attributes: dict[str, dict[bytes, bytes]] = msgspec.field(default_factory=dict)
+    left: list[str] = msgspec.field(default_factory=list)
+    contents: dict[str, Content] = msgspec.field(default_factory=dict)
+    untouched: set[Inode] = msgspec.field(default_factory=set)
+    kept: set[str] = msgspec.field(default_factory=set)
+    cleared: set[str] = msgspec.field(default_factory=set)
+    touched: set[str] = msgspec.field(default_factory=set)
+    holding: set[str] = msgspec.field(default_factory=set)
 
     def path(self, name: str) -> str:
         """Return the whole path of an entry."""

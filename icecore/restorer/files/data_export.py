@@ -6,8 +6,9 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from icecore.errors import IcecoreError, NotFound, StoreError, UsageError
 from icecore.events import Event, Sink, discard, phase
@@ -43,8 +44,7 @@ _BUDGET = 256 << 20
 _AT_ONCE = 512
 
 
-@dataclass(frozen=True)
-class DataExport:
+class DataExport(msgspec.Struct, frozen=True):
     """What was written: the directory, its entries, the bytes of its files, and how long it took."""
 
     directory: Path

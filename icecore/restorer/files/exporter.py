@@ -10,8 +10,9 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from icecore.errors import IcecoreError, StoreError, UsageError
 from icecore.events import Event, Progress, Sink, discard, phase
@@ -37,8 +38,7 @@ OPEN_FILES = "open-files"
 _BUDGET = 256 << 20
 
 
-@dataclass(frozen=True)
-class ExportResult:
+class ExportResult(msgspec.Struct, frozen=True):
     """What an export wrote.
 
     Attributes:

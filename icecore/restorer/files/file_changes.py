@@ -12,7 +12,8 @@ import os
 import stat
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+
+import msgspec
 
 from icecore.errors import IcecoreError, RestoreFailed
 from icecore.restorer.files.file_journal import Change, FileJournal, Made
@@ -26,8 +27,7 @@ _COPY_BYTES = 1 << 20
 _ASIDE = "-old"
 
 
-@dataclass(frozen=True)
-class Located:
+class Located(msgspec.Struct, frozen=True):
     """A change, and the place that it is made at."""
 
     change: Change

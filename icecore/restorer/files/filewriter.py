@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from icecore.events import Progress
@@ -25,8 +25,7 @@ from icecore.store.format.cell import CELL, Bytes, Records
 from icecore.store.runtime.loop import LoopThread
 
 
-@dataclass(frozen=True)
-class FileTarget:
+class FileTarget(msgspec.Struct, frozen=True):
     """One file to be written from cells.
 
     Attributes:

@@ -13,9 +13,9 @@ import os
 import re
 from collections.abc import Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -78,8 +78,7 @@ SPARE = 0.125
 FILE_NAME = "icecore-device-memory"
 
 
-@dataclass(frozen=True)
-class LazyMemory:
+class LazyMemory(msgspec.Struct, frozen=True):
     """The pages of one process that come through userfaultfd.
 
     Attributes:
@@ -102,8 +101,7 @@ class LazyMemory:
     filed: list[tuple[int, int]]
 
 
-@dataclass(frozen=True)
-class FiledMemory:
+class FiledMemory(msgspec.Struct, frozen=True):
     """The device memory of one process that goes into a file, which CRIU maps.
 
     Attributes:
@@ -121,8 +119,7 @@ class FiledMemory:
     ranges: list[tuple[int, int]]
 
 
-@dataclass(frozen=True)
-class PlacedMemory:
+class PlacedMemory(msgspec.Struct, frozen=True):
     """Shared memory that CRIU makes empty.
 
     Attributes:
@@ -134,8 +131,7 @@ class PlacedMemory:
     cells: SpaceCells
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(msgspec.Struct, frozen=True):
     """How the snapshot's memory comes back.
 
     Attributes:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from icecore.host.kernel.filesystem import acting_as
 from icecore.host.kernel.listing import attributes_of
@@ -14,8 +15,7 @@ from icecore.restorer.files.jobpaths import JobPaths, PathRefused, Place
 from icecore.restorer.files.rights import Inode, Owner, as_allowed, give, groups_of, inode_of
 
 
-@dataclass(frozen=True)
-class MadeDirectory:
+class MadeDirectory(msgspec.Struct, frozen=True):
     """A directory that was made: its name, in what, and which one it is."""
 
     place: Place

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
+import msgspec
+
 from icecore.errors import Damaged, RestoreFailed
 from icecore.host.kernel.filesystem import open_confined
 
@@ -62,8 +64,7 @@ class Directory:
         return self.opened(self)
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(msgspec.Struct, frozen=True):
     """A name in a directory; there may be nothing there."""
 
     directory: Directory
@@ -94,15 +95,13 @@ def components(path: str) -> list[str]:
     return parts
 
 
-@dataclass
-class _Level:
+class _Level(msgspec.Struct):
     descriptor: int
     #: Whether root alone controls this directory and every one on the way to it.
     trusted: bool
 
 
-@dataclass
-class JobPaths:
+class JobPaths(msgspec.Struct):
     """Resolves the paths of one job; a context manager that closes the directories.
 
     Args:
@@ -110,12 +109,12 @@ class JobPaths:
     """
 
     root: str = ""
-    _directories: dict[str, Directory] = field(default_factory=dict)
+    _directories: dict[str, Directory] = msgspec.field(default_factory=dict)
     #: Open descriptors by directory, the most recently used last.
-    _open: OrderedDict[Directory, int] = field(default_factory=OrderedDict)
+    _open: OrderedDict[Directory, int] = msgspec.field(default_factory=OrderedDict)
     #: Directories that were reached through a link in the last component: always open.
-    _linked: dict[Directory, int] = field(default_factory=dict)
-    _guarded: dict[str, bool] = field(default_factory=dict)
+    _linked: dict[Directory, int] = msgspec.field(default_factory=dict)
+    _guarded: dict[str, bool] = msgspec.field(default_factory=dict)
     _root: int = -1
 
     def __post_init__(self) -> None:

@@ -9,10 +9,11 @@ import os
 import stat
 from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import blake3
+import msgspec
+from msgspec.structs import replace
 
 from icecore.host.kernel.elf import build_id
 from icecore.restorer.files.allowed import EVERYTHING, Allowed
@@ -32,8 +33,7 @@ _LABELS = frozenset(("security.selinux", "security.SMACK64", "security.evm", "se
 _KEPT_BYTES, _ALL_KEPT_BYTES = 64 << 20, 256 << 20
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(msgspec.Struct, frozen=True):
     """Why a file stands in the way of a restore: what is the matter, and what can be done."""
 
     path: str
@@ -41,8 +41,7 @@ class Problem:
     cure: str
 
 
-@dataclass(frozen=True)
-class Action:
+class Action(msgspec.Struct, frozen=True):
     """What happens to one file.
 
     Attributes:
@@ -73,8 +72,7 @@ class Action:
     keep: bool = False
 
 
-@dataclass(frozen=True)
-class FilePlan:
+class FilePlan(msgspec.Struct, frozen=True):
     """What is done to the open files, and what prevents it.
 
     Attributes:
@@ -98,7 +96,7 @@ class FilePlan:
     folders: tuple[Folder, ...] = ()
     sockets: tuple[SocketName, ...] = ()
     settled: tuple[Folder, ...] = ()
-    attributes: Mapping[str, Mapping[bytes, bytes]] = field(default_factory=dict)
+    attributes: Mapping[str, Mapping[bytes, bytes]] = msgspec.field(default_factory=dict)
     resized: frozenset[str] = frozenset()
 
     def joined(self, other: FilePlan) -> FilePlan:

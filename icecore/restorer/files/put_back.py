@@ -11,11 +11,11 @@ import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from icecore.errors import RestoreFailed
 from icecore.host.kernel.limits import soft_descriptor_limit
@@ -43,8 +43,7 @@ def _failing(what: str, cure: str = "") -> Iterator[None]:
         raise RestoreFailed(f"cannot {what}: {error.strerror or error}", cure=cure) from error
 
 
-@dataclass(frozen=True)
-class _Prepared:
+class _Prepared(msgspec.Struct, frozen=True):
     """One action: its change, and the place.
 
     Attributes:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Set
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -24,15 +23,14 @@ from icecore.store.format.surroundings import Folder, Named, SmallFile, SocketNa
 _AT_ONCE = 200
 
 
-@dataclass
-class _Planning:
+class _Planning(msgspec.Struct):
     """The plan so far."""
 
     paths: JobPaths
-    actions: list[Action] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-    folders: list[Folder] = field(default_factory=list)
-    untouched: set[Inode] = field(default_factory=set)
+    actions: list[Action] = msgspec.field(default_factory=list)
+    problems: list[Problem] = msgspec.field(default_factory=list)
+    folders: list[Folder] = msgspec.field(default_factory=list)
+    untouched: set[Inode] = msgspec.field(default_factory=set)
     exposed: bool = False
 
     def look(self, path: str) -> os.stat_result | None:

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from icecore.errors import RestoreRefused
 from icecore.host.cuda.inventory import Gpu, Inventory
@@ -17,8 +18,7 @@ from icecore.store.format.manifest import Manifest
 _PAIRS_DRIVER = 580
 
 
-@dataclass(frozen=True)
-class GpuPlan:
+class GpuPlan(msgspec.Struct, frozen=True):
     """What the driver is asked to restore.
 
     Attributes:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+
+import msgspec
 
 from icecore.errors import RestoreRefused
 from icecore.host.resident.client import Keeper, ResidentFailed
@@ -15,8 +16,7 @@ from icecore.restorer.gpu.gpus import GpuPlan
 from icecore.store.format.contract import ResidentAllocation, ResidentProcess
 
 
-@dataclass
-class TargetAllocation:
+class TargetAllocation(msgspec.Struct):
     """One allocation that is filled or still holds its memory.
 
     Attributes:

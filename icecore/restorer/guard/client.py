@@ -11,8 +11,9 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from icecore.errors import RestoreFailed
 from icecore.host.rpc import packets
@@ -27,8 +28,7 @@ class GuardLost(RestoreFailed):
     """The guard process itself died."""
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(msgspec.Struct, frozen=True):
     """A message of the guard.
 
     Attributes:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
 
 from icecore.events import Event, Sink
 from icecore.host.criu.program import Criu
@@ -21,8 +23,7 @@ from icecore.store.runtime.loop import LoopThread
 DEFAULT_WORKDIR = "/dev/shm"
 
 
-@dataclass(frozen=True)
-class Attempt:
+class Attempt(msgspec.Struct, frozen=True):
     """One attempt at a restore.
 
     Attributes:

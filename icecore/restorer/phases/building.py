@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from icecore.errors import RestoreFailed
 from icecore.events import Event, phase
@@ -28,8 +29,7 @@ from icecore.restorer.requirements.ports import remove_leftovers
 from icecore.restorer.tree import Tree, criu_arguments
 
 
-@dataclass(frozen=True)
-class Built:
+class Built(msgspec.Struct, frozen=True):
     """A tree that CRIU has built.
 
     Attributes:

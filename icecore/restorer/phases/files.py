@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from icecore.errors import RestoreFailed, RestoreRefused
 from icecore.events import Event, phase
@@ -58,8 +59,7 @@ from icecore.store.format.manifest import Space
 from icecore.store.format.surroundings import KEY
 
 
-@dataclass(frozen=True)
-class ExpectedFiles:
+class ExpectedFiles(msgspec.Struct, frozen=True):
     """The files that the tree may have open.
 
     Attributes:
@@ -77,16 +77,14 @@ class ExpectedFiles:
     surroundings: bool
 
 
-@dataclass(frozen=True)
-class FilledFile:
+class FilledFile(msgspec.Struct, frozen=True):
     """The file of device memory, and what becomes of the thread that fills it."""
 
     file: DeviceFile
     filled: Future[None]
 
 
-@dataclass(frozen=True)
-class Prepared:
+class Prepared(msgspec.Struct, frozen=True):
     """What CRIU finds.
 
     Attributes:
@@ -214,8 +212,7 @@ def hand_over(workspace: Workspace, prepared: Prepared, tree: Tree) -> None:
     prepared.put_back.hand_over()
 
 
-@dataclass(frozen=True)
-class _Spaces:
+class _Spaces(msgspec.Struct, frozen=True):
     """The spaces of a snapshot with their cells: CRIU's images, files by path, memory."""
 
     images: list[Space]

@@ -7,8 +7,9 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from icecore.errors import IcecoreError, UsageError
 from icecore.events import Event
@@ -41,8 +42,7 @@ _BUDGET = 512 << 20
 OWN_FOLDERS = ("/dev/shm/", "/proc/", "/dev/pts/", "/dev/mqueue/")
 
 
-@dataclass(frozen=True)
-class Workspace:
+class Workspace(msgspec.Struct, frozen=True):
     """The working directory of a restore, on tmpfs, and the guard that removes it if this process
     dies.
 
@@ -59,8 +59,7 @@ class Workspace:
     guard: RestoreGuard
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """The snapshot, and how it is restored on this machine, which meets its requirements.
 
     Attributes:

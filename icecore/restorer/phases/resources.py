@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
 
 from icecore.errors import RestoreFailed, RestoreRefused
 from icecore.host.cuda.populate import SMALLEST
@@ -31,8 +33,7 @@ from icecore.restorer.plan.memory import room_for
 from icecore.store.format.contract import read_gpus, read_resident, resident_bytes
 
 
-@dataclass(frozen=True)
-class Resources:
+class Resources(msgspec.Struct, frozen=True):
     """What works beside CRIU.
 
     Attributes:
@@ -54,8 +55,7 @@ class Resources:
     file_placers: Placers | None
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
+class MemoryPlan(msgspec.Struct, frozen=True):
     """How memory comes back.
 
     Attributes:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -20,8 +20,7 @@ from icecore.store.format.cell import CELL, Bytes, Records
 _EACH = CELL.itemsize + BITMAP_BYTES + np.dtype(np.int64).itemsize
 
 
-@dataclass(frozen=True)
-class FileTable:
+class FileTable(msgspec.Struct, frozen=True):
     """The table.
 
     Attributes:

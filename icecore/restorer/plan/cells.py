@@ -5,8 +5,8 @@ go into CRIU's page images. CRIU's pagemap decides, and the records must agree w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -23,8 +23,7 @@ Addresses = npt.NDArray[np.uint64]
 _BATCH = 8192
 
 
-@dataclass(frozen=True)
-class SpaceCells:
+class SpaceCells(msgspec.Struct, frozen=True):
     """The cells of one space in address order; n rows.
 
     Attributes:

@@ -6,7 +6,8 @@ import os
 import stat
 from collections.abc import Sequence, Set
 from contextlib import suppress
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from icecore.host.criu.program import Criu
 from icecore.host.jobs.job import Job

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+import msgspec
 
 from icecore.errors import RestoreRefused
 from icecore.restorer.files.copies import Copies
@@ -12,8 +13,7 @@ from icecore.restorer.files.plan import FilePlan
 from icecore.restorer.gpu.gpus import GpuPlan
 
 
-@dataclass(frozen=True)
-class Requirement:
+class Requirement(msgspec.Struct, frozen=True):
     """One thing that the machine must offer.
 
     Attributes:
@@ -33,8 +33,7 @@ class Requirement:
     hard: bool = True
 
 
-@dataclass(frozen=True)
-class Requirements:
+class Requirements(msgspec.Struct, frozen=True):
     """The outcome of all checks.
 
     Attributes:
@@ -52,7 +51,7 @@ class Requirements:
     copies: Copies
     gpus: GpuPlan | None = None
     shared: frozenset[str] = frozenset()
-    contents: Mapping[str, Content] = field(default_factory=dict)
+    contents: Mapping[str, Content] = msgspec.field(default_factory=dict)
 
     @property
     def failed(self) -> list[Requirement]:

@@ -12,7 +12,8 @@ import os
 import socket
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+
+import msgspec
 
 from icecore.errors import Damaged, NotFound, RestoreRefused
 from icecore.host.kernel import procfs, tcp
@@ -25,8 +26,7 @@ _WAIT = "try again in a minute"
 _NAMED = 3
 
 
-@dataclass(frozen=True)
-class _Held:
+class _Held(msgspec.Struct, frozen=True):
     """An address that is not free.
 
     Attributes:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
 from fnmatch import fnmatchcase
+
+import msgspec
 
 from icecore.host.jobs.identity import user_name
 from icecore.host.kernel.peer import Peer
@@ -22,8 +23,7 @@ class Role(IntEnum):
     ADMIN = 3
 
 
-@dataclass(frozen=True)
-class Caller:
+class Caller(msgspec.Struct, frozen=True):
     """An authenticated caller.
 
     Attributes:

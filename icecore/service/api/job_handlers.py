@@ -8,12 +8,12 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import msgspec
 from aiohttp import web
+from msgspec.structs import replace
 
 from icecore.errors import Denied, NotFound, UsageError
 from icecore.host.jobs.job import ExitStatus, Job

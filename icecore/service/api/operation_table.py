@@ -7,8 +7,9 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from icecore.errors import NotFound
 from icecore.service.api import operation_files as files
@@ -22,8 +23,7 @@ _QUEUED_PER_CALLER = 100
 KEY_SECONDS = 86400.0
 
 
-@dataclass(frozen=True)
-class Bounds:
+class Bounds(msgspec.Struct, frozen=True):
     """Most operations at a time: of the node and of one caller; most supervised jobs of one caller."""
 
     node: int = 8
@@ -31,8 +31,7 @@ class Bounds:
     supervised: int = 64
 
 
-@dataclass
-class Entry:
+class Entry(msgspec.Struct):
     """One operation as this service knows it."""
 
     stored: Stored
@@ -49,7 +48,7 @@ class Entry:
         0  # by which signal to end; the file "cancel" says it to the worker and the next service
     )
     written: bool = False  # the result is on disk
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
 
     @property
     def cancelled(self) -> int:

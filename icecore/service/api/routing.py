@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
 from aiohttp import web
 
 from icecore.errors import IcecoreError
@@ -33,8 +33,7 @@ Method = Literal["GET", "POST", "DELETE"]
 BEAT_SECONDS = 15.0
 
 
-@dataclass
-class Call:
+class Call(msgspec.Struct):
     """One request.
 
     Attributes:
@@ -55,7 +54,7 @@ class Call:
     raw: bytes = b""
     audit: dict[str, Any] | None = None
     identify: Callable[[], Caller] | None = None
-    _looked: float = field(default_factory=time.monotonic)
+    _looked: float = msgspec.field(default_factory=time.monotonic)
     _revoked: bool = False
 
     @property
@@ -91,8 +90,7 @@ class Call:
 Handler = Callable[[Call], Awaitable[Any]]
 
 
-@dataclass(frozen=True)
-class Route:
+class Route(msgspec.Struct, frozen=True):
     """One route.
 
     Attributes:

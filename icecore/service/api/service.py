@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 from weakref import WeakValueDictionary, ref
 
+import msgspec
 from aiohttp import web
 
 from icecore.config import Config
@@ -43,8 +44,7 @@ _STORED_SECONDS = 30.0
 CALLER: ContextVar[str] = ContextVar("CALLER", default="")
 
 
-@dataclass(frozen=True)
-class Where:
+class Where(msgspec.Struct, frozen=True):
     """A repository of an operation: its location, and whether users share it."""
 
     location: str

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from icecore.errors import Damaged, Denied, NotFound, UsageError
 from icecore.service.api import command_lines, models, requests
@@ -13,8 +14,7 @@ from icecore.service.api.service import Where
 from icecore.service.api.starting import as_json, identity_of, start
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(msgspec.Struct, frozen=True):
     """A snapshot that the caller may access, and its repository."""
 
     snapshot: models.Snapshot

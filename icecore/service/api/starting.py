@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import resource
 import time
@@ -103,7 +102,7 @@ async def identity_of(call: Call) -> Identity:
     peer = caller.peer
     if peer is not None:
         # Its connection may be closed, and the descriptor's number reused, while the thread reads.
-        held = dataclasses.replace(peer, pidfd=os.dup(peer.pidfd) if peer.pidfd >= 0 else -1)
+        held = msgspec.structs.replace(peer, pidfd=os.dup(peer.pidfd) if peer.pidfd >= 0 else -1)
         found = await call.service.locally(_of_peer, held)
         if found.group != peer.gid or set(found.groups) != set(peer.gids):
             raise Denied("the caller has changed its groups since it connected")
@@ -116,10 +115,10 @@ async def identity_of(call: Call) -> Identity:
     found = Identity.of_user(str(caller.uid or 0))  # with this process's limits
     own = call.service.operations
     if own.priority is not None:
-        found = dataclasses.replace(found, nice=own.priority)
+        found = msgspec.structs.replace(found, nice=own.priority)
     if own.descriptors is not None:
         limits = {**found.limits, resource.RLIMIT_NOFILE: own.descriptors}
-        found = dataclasses.replace(found, limits=limits)
+        found = msgspec.structs.replace(found, limits=limits)
     return found
 
 
@@ -133,5 +132,5 @@ def _of_peer(peer: Peer) -> Identity:
 
 def as_json(identity: Identity) -> dict[str, Any]:
     """Return an identity for JSON; `msgspec.convert` converts it back to `Identity`."""
-    found: dict[str, Any] = msgspec.to_builtins(dataclasses.asdict(identity), str_keys=True)
+    found: dict[str, Any] = msgspec.to_builtins(identity, str_keys=True)
     return found

@@ -8,8 +8,9 @@ import itertools
 import signal
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Literal
+
+import msgspec
 
 from icecore.host.jobs.job import Job
 from icecore.service.facts.readings import NodeReading, Reading
@@ -31,8 +32,7 @@ DUE, LATE = 1.25, 2.0
 OF_NOTICE = 0.7
 
 
-@dataclass(frozen=True)
-class Windows:
+class Windows(msgspec.Struct, frozen=True):
     """How long a job stood still for its newest snapshots, in seconds."""
 
     count: int = 0
@@ -41,8 +41,7 @@ class Windows:
     longest: float = 0.0
 
 
-@dataclass(frozen=True)
-class JobFacts:
+class JobFacts(msgspec.Struct, frozen=True):
     """One job of the repository or of this node. Times are Unix times or durations in seconds.
 
     Attributes:
@@ -74,7 +73,7 @@ class JobFacts:
     at_risk: float | None = None
     stop: float = 0.0
     notice: float = 0.0
-    measured: Measured = field(default_factory=Measured)
+    measured: Measured = msgspec.field(default_factory=Measured)
 
     @property
     def runs(self) -> bool:

@@ -10,9 +10,10 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
+
+import msgspec
 
 from icecore.errors import IcecoreError
 from icecore.host.jobs.job import Job
@@ -28,8 +29,7 @@ T = TypeVar("T")
 LIST_SECONDS = 2.0
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(msgspec.Struct, frozen=True):
     """A repository's lists at one moment.
 
     Attributes:
@@ -42,9 +42,9 @@ class Reading:
 
     at: float
     generation: int = 0
-    snapshots: list[SnapshotRecord] = field(default_factory=list)
+    snapshots: list[SnapshotRecord] = msgspec.field(default_factory=list)
     leases: Sequence[SessionRecord] = ()
-    sessions: list[SessionRecord] = field(default_factory=list)
+    sessions: list[SessionRecord] = msgspec.field(default_factory=list)
 
 
 async def read_repository(repository: StoredRepository) -> Reading:
@@ -66,8 +66,7 @@ async def read_repository(repository: StoredRepository) -> Reading:
     return Reading(time.time(), state.generation, list(snapshots), leases, others)
 
 
-@dataclass(frozen=True)
-class NodeReading:
+class NodeReading(msgspec.Struct, frozen=True):
     """The jobs of this node at one moment.
 
     Attributes:
@@ -76,9 +75,9 @@ class NodeReading:
         damaged: Instances that cannot be read, and why.
     """
 
-    instances: list[tuple[Job, str]] = field(default_factory=list)
-    measured: Mapping[str, Measured] = field(default_factory=dict)
-    damaged: Mapping[str, str] = field(default_factory=dict)
+    instances: list[tuple[Job, str]] = msgspec.field(default_factory=list)
+    measured: Mapping[str, Measured] = msgspec.field(default_factory=dict)
+    damaged: Mapping[str, str] = msgspec.field(default_factory=dict)
 
 
 def read_node(state: Path) -> NodeReading:
@@ -95,8 +94,7 @@ def read_node(state: Path) -> NodeReading:
     return NodeReading(instances, measured, damaged)
 
 
-@dataclass(frozen=True)
-class Replica:
+class Replica(msgspec.Struct, frozen=True):
     """A replica compared with the repository.
 
     Attributes:
@@ -112,8 +110,7 @@ class Replica:
     error: str = ""
 
 
-@dataclass(frozen=True)
-class StagingRoom:
+class StagingRoom(msgspec.Struct, frozen=True):
     """A file system for the staging of dumps and restores. Sizes in bytes."""
 
     directory: str
@@ -134,8 +131,7 @@ def staging_of(directories: Iterable[str]) -> list[StagingRoom]:
     return found
 
 
-@dataclass(frozen=True)
-class Known(Generic[T]):
+class Known(msgspec.Struct, Generic[T], frozen=True):
     """A value and its age. If it cannot be read again: the error and the last value.
 
     Attributes:

@@ -7,8 +7,8 @@ Values about all jobs come from the repository, so every node exposes the same; 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
+import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -30,8 +30,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _STATES = ("starting", "running", "ended", "failed")
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(msgspec.Struct, frozen=True):
     """All that a scrape shows."""
 
     version: str
@@ -42,9 +41,9 @@ class Sample:
     totals: Totals
     staging: Sequence[StagingRoom] = ()
     staging_limit: int = 0
-    stats: Known[Stats] = field(default_factory=Known)
+    stats: Known[Stats] = msgspec.field(default_factory=Known)
     replicas: Sequence[Replica] = ()
-    operations: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    operations: Mapping[tuple[str, str], int] = msgspec.field(default_factory=dict)
     gpus: int = 0
 
 

@@ -6,8 +6,9 @@ and at most `MOST_JOBS` jobs of a node have their own label.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 #: Jobs of a node that get a label of their own; further ones are counted as `OTHER_JOBS`.
 MOST_JOBS = 500
@@ -18,8 +19,7 @@ PREFIX = "icecore_"
 WINDOW_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0)
 
 
-@dataclass(frozen=True)
-class Family:
+class Family(msgspec.Struct, frozen=True):
     """One metric.
 
     Attributes:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from icecore.errors import IcecoreError, NotFound
 from icecore.service import record
@@ -34,8 +34,7 @@ WINDOW_PHASES = (
 CHARTED = 120
 
 
-@dataclass(frozen=True)
-class Content:
+class Content(msgspec.Struct, frozen=True):
     """What a caller sees of its repository and of this node.
 
     Attributes:
@@ -108,8 +107,7 @@ def node_of(service: Service, caller: Caller) -> NodeReading:
 # -- snapshots over time
 
 
-@dataclass(frozen=True)
-class Bar:
+class Bar(msgspec.Struct, frozen=True):
     """A snapshot in the charts. Times in seconds, sizes in bytes.
 
     Attributes:
@@ -149,8 +147,7 @@ def _bar(snapshot: SnapshotRecord, taken: Taken | None) -> Bar:
     )
 
 
-@dataclass(frozen=True)
-class Growth:
+class Growth(msgspec.Struct, frozen=True):
     """A repository after a snapshot: bytes of all snapshots so far."""
 
     at: float
@@ -175,8 +172,7 @@ def growth_of(snapshots: Sequence[SnapshotRecord], most: int = 240) -> list[Grow
 # -- operations
 
 
-@dataclass
-class Phase:
+class Phase(msgspec.Struct):
     """A phase of an operation; ``ended`` is None while it runs."""
 
     name: str
@@ -187,8 +183,7 @@ class Phase:
     failed: bool = False
 
 
-@dataclass
-class Course:
+class Course(msgspec.Struct):
     """The progress of an operation.
 
     Attributes:
@@ -198,10 +193,10 @@ class Course:
         last: The offset of its last record.
     """
 
-    phases: list[Phase] = field(default_factory=list)
-    lines: list[tuple[str, str]] = field(default_factory=list)
-    tables: list[dict[str, Any]] = field(default_factory=list)
-    findings: list[dict[str, Any]] = field(default_factory=list)
+    phases: list[Phase] = msgspec.field(default_factory=list)
+    lines: list[tuple[str, str]] = msgspec.field(default_factory=list)
+    tables: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    findings: list[dict[str, Any]] = msgspec.field(default_factory=list)
     last: int = 0
 
 

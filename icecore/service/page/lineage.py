@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from icecore.store.format.state import SnapshotRecord
 
@@ -16,8 +17,7 @@ _STEPS = (60, 300, 900, 3600, 10800, 21600, 43200, 86400, 7 * 86400, 30 * 86400,
 _TICKS = 9
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(msgspec.Struct, frozen=True):
     """One snapshot. ``x`` and ``y`` are its centre, in the units of the drawing."""
 
     record: SnapshotRecord
@@ -26,23 +26,20 @@ class Node:
     is_newest: bool
 
 
-@dataclass(frozen=True)
-class Edge:
+class Edge(msgspec.Struct, frozen=True):
     """From a snapshot to one that is based on it: a horizontal line, or a curve to another row."""
 
     path: str
 
 
-@dataclass(frozen=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """A mark on the time axis."""
 
     x: float
     text: str
 
 
-@dataclass(frozen=True)
-class Drawing:
+class Drawing(msgspec.Struct, frozen=True):
     """The drawing; ``hidden`` snapshots are older than what it shows."""
 
     nodes: list[Node]

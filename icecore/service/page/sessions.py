@@ -13,8 +13,8 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 
+import msgspec
 from aiohttp import web
 
 from icecore.errors import Denied, NotFound
@@ -34,8 +34,7 @@ SESSION_SECONDS = 12 * 3600.0
 _MOST = 1000
 
 
-@dataclass(frozen=True)
-class Holder:
+class Holder(msgspec.Struct, frozen=True):
     """Whose session it is. What the holder may do is looked up for each request.
 
     Attributes:
@@ -49,8 +48,7 @@ class Holder:
     token: str = ""
 
 
-@dataclass(frozen=True)
-class Session:
+class Session(msgspec.Struct, frozen=True):
     """A browser that has signed in.
 
     Attributes:

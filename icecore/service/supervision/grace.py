@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 _ANSWER_SECONDS = 5.0
 #: Units of systemd.time(7), in seconds.
@@ -23,8 +24,7 @@ _UNITS = {
 }
 
 
-@dataclass(frozen=True)
-class Grace:
+class Grace(msgspec.Struct, frozen=True):
     """The time from a signal to the kill, in seconds, and the setting that it is."""
 
     seconds: float

@@ -7,8 +7,9 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from types import FrameType
+
+import msgspec
 
 from icecore.errors import IcecoreError
 from icecore.host.jobs.job import ExitStatus
@@ -18,31 +19,27 @@ from icecore.service.record import Taken
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
-@dataclass(frozen=True)
-class Signalled:
+class Signalled(msgspec.Struct, frozen=True):
     """A signal came, at a time of ``time.monotonic``."""
 
     number: int
     at: float
 
 
-@dataclass(frozen=True)
-class Noticed:
+class Noticed(msgspec.Struct, frozen=True):
     """The machine is about to go."""
 
     why: str
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True):
     """An instance has ended."""
 
     instance: str
     status: ExitStatus
 
 
-@dataclass(frozen=True)
-class Dumped:
+class Dumped(msgspec.Struct, frozen=True):
     """A snapshot was taken, or failed.
 
     Attributes:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Literal, Protocol
+
+import msgspec
 
 from icecore.dumper.dump import DumpResult
 from icecore.dumper.stopping import StopRequest
@@ -19,8 +20,7 @@ from icecore.store.maintenance.forget import Policy
 from icecore.store.runtime.loop import LoopThread
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """What was asked for. Times in seconds.
 
     Attributes:
@@ -64,7 +64,7 @@ class Plan:
     notice: float = 0.0
     notice_command: str = ""
     notice_url: str = ""
-    bounds: Bounds = field(default_factory=Bounds)
+    bounds: Bounds = msgspec.field(default_factory=Bounds)
     failure_seconds: float = 86400.0
     slow_down: float = 0.02
     keep: Policy | None = None

@@ -9,8 +9,9 @@ import math
 import random
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
+
+import msgspec
 
 from icecore.errors import StoreError
 from icecore.store.backend.base import Backend, Buffer, Draft, ObjectInfo, length_of
@@ -35,8 +36,7 @@ class Outcome(Enum):
     STOP_AFTER = "stop after"
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(msgspec.Struct, frozen=True):
     """One call of the back end: its number from 1 on, the operation, the object or prefix, and the
     bytes written or read.
     """

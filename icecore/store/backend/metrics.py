@@ -8,7 +8,9 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from icecore.errors import ObjectExists, ObjectMissing
 from icecore.events import Event, Sink, discard
@@ -16,8 +18,7 @@ from icecore.store.backend.base import Backend, Buffer, ObjectInfo, length_of
 from icecore.store.backend.wrapper import Wrapper
 
 
-@dataclass
-class Counts:
+class Counts(msgspec.Struct):
     """The outcome of the calls of one operation.
 
     Attributes:

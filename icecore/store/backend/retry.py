@@ -10,8 +10,9 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
+
+import msgspec
 
 from icecore.errors import Damaged, ObjectExists, ObjectMissing, StoreDenied, StoreError, StoreFull
 from icecore.events import Event, Sink, discard
@@ -24,8 +25,7 @@ _COMPARED_AT_ONCE = 8 << 20
 _FINAL = (ObjectExists, ObjectMissing, StoreFull, StoreDenied)
 
 
-@dataclass(frozen=True)
-class Patience:
+class Patience(msgspec.Struct, frozen=True):
     """How often a request is sent, and the pauses in between.
 
     Attributes:

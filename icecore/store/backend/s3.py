@@ -15,13 +15,13 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import boto3
 import botocore.exceptions
+import msgspec
 from botocore.config import Config
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import S3Store
@@ -73,8 +73,7 @@ _UNNAMEABLE = "Encountered object with invalid path"
 _LAST_THREADS_SECONDS, _MOST_THREADS_SECONDS = 0.05, 1.0
 
 
-@dataclass(frozen=True)
-class S3Place:
+class S3Place(msgspec.Struct, frozen=True):
     """A place in a bucket, and how to reach it. boto3 supplies what is empty, from the environment,
     ~/.aws or the machine's role.
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import blake3
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import zstandard
@@ -53,8 +53,7 @@ _FIRST_PAGES = np.packbits(
 Indices = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Groups:
+class Groups(msgspec.Struct, frozen=True):
     """A space's records cut into nodes, in (region, group) order.
 
     Attributes:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import xxhash
 import zstandard
@@ -76,8 +76,7 @@ _BLOSC_BITSHUFFLE = 0x04
 _LZ4_LENGTH = struct.Struct("<I")
 
 
-@dataclass(frozen=True)
-class Blosc:
+class Blosc(msgspec.Struct, frozen=True):
     """Parameters of one blosc form: item size in bytes, the shuffle (1 bytes, 2 bits) and the
     compressor behind it.
     """
@@ -112,8 +111,7 @@ _NAMES: Mapping[int, str] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True):
     """How to encode: the number of a full form, and the level where the form has one (zstd:
     negative levels are its fast ones).
     """

@@ -11,10 +11,10 @@ encrypted, each bound to its place.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from typing import Any
 
 import blake3
+import msgspec
 import numpy as np
 
 from icecore.errors import Damaged, FormatTooNew
@@ -33,8 +33,7 @@ TAIL_BYTES = _TAIL.size
 NAME_BYTES = 16
 
 
-@dataclass(frozen=True)
-class Container:
+class Container(msgspec.Struct, frozen=True):
     """The layout of one kind of object.
 
     Attributes:
@@ -134,8 +133,7 @@ class Container:
         return Damaged(self.kind, object_name(self.kind, name), why)
 
 
-@dataclass(frozen=True)
-class Where:
+class Where(msgspec.Struct, frozen=True):
     """Where an object's footer is: ``offset`` of the table (also the bytes of all pieces),
     ``length`` of table and tail together.
     """

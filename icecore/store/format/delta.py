@@ -8,8 +8,7 @@ or xored with the base's (xor) · the digest. Pages that the base lacks count as
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 
 from icecore.sizes import BITMAP_BYTES, PAGE
@@ -21,8 +20,7 @@ from icecore.store.format.codec import Buffer
 HEADER_BYTES = 2 * BITMAP_BYTES
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(msgspec.Struct, frozen=True):
     """What differs between a chunk and its aligned base.
 
     ``changed`` is a 32-byte bitmap over the chunk's pages, ``own`` the changed pages' bytes,

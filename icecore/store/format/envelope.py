@@ -5,9 +5,9 @@ possibly encrypted body. A flipped bit is reported, never parsed.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 
 import blake3
+import msgspec
 import zstandard
 
 from icecore.errors import Damaged, FormatTooNew
@@ -31,8 +31,7 @@ _NONE, _ZSTD = 0, 1
 _INNER = struct.Struct("<BxxxxxxxQ")
 
 
-@dataclass(frozen=True)
-class ObjectKind:
+class ObjectKind(msgspec.Struct, frozen=True):
     """The magic, the version and the size limit of one kind of object.
 
     Attributes:
@@ -55,8 +54,7 @@ class ObjectKind:
         return HEADER_BYTES + self.limit + self.limit // 128 + 1024
 
 
-@dataclass(frozen=True)
-class Sealed:
+class Sealed(msgspec.Struct, frozen=True):
     """An object ready to be stored, and the digest by which others refer to it."""
 
     data: bytes

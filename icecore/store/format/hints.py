@@ -4,7 +4,7 @@ working sets). They are advice: a damaged hint is reported and then ignored.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from icecore.store.format.envelope import ObjectKind, unseal
 from icecore.store.format.names import HINTS

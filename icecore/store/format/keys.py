@@ -5,7 +5,6 @@ derived. Both objects are created once and never changed.
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import blake3
@@ -62,8 +61,7 @@ class KeySlot(msgspec.Struct, frozen=True):
     cost: dict[str, int] = {}
 
 
-@dataclass(frozen=True)
-class Keys:
+class Keys(msgspec.Struct, frozen=True):
     """The 32-byte keys of a repository, one per use, so that bytes of one kind never pass for
     another.
 

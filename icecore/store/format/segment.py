@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import blake3
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -51,8 +51,7 @@ def leading(ids: Bytes) -> npt.NDArray[np.uint64]:
     return np.ascontiguousarray(ids[:, :8]).view(">u8")[:, 0].astype(np.uint64)
 
 
-@dataclass(frozen=True)
-class Head:
+class Head(msgspec.Struct, frozen=True):
     """The beginning of a segment: all that is needed to fetch and verify single blocks.
 
     Attributes:

@@ -13,7 +13,6 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 import blake3
@@ -39,8 +38,7 @@ _MAX_LANES = 16
 MAX_WORK = 4 * MAX_SLOTS * 3 * (64 << 10)
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(msgspec.Struct, frozen=True):
     """The cost of trying a passphrase: memory in KiB, passes over it, lanes. The default is RFC
     9106's second recommendation (about 0.1 s).
     """

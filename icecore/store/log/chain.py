@@ -10,7 +10,6 @@ import random
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
 import msgspec
 
@@ -58,8 +57,7 @@ _NOTHING_LEFT = (
 )
 
 
-@dataclass(frozen=True)
-class _Waiting:
+class _Waiting(msgspec.Struct, frozen=True):
     """A transaction that waits for its turn."""
 
     change: Change

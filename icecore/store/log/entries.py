@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from icecore.store.format import gaps
 from icecore.store.format.state import REMEMBERED, Anchor, LogState
@@ -19,8 +19,7 @@ FAR = 1 << 40
 PLANTED = "it is not a log entry: it cannot be read, and its generation is far beyond the log"
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True):
     """A state, and the digest by which the next entry refers to it."""
 
     state: LogState

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from icecore.errors import (
     Damaged,
@@ -69,8 +70,7 @@ _LATER = "a later version wrote it, or somebody planted it: remove it if nobody 
 _WITNESSES = 64
 
 
-@dataclass(frozen=True)
-class Identity:
+class Identity(msgspec.Struct, frozen=True):
     """The key object and the configuration that open a repository."""
 
     keys: Keys
@@ -248,8 +248,7 @@ async def is_of(backend: Backend, keys: Keys) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class Mend:
+class Mend(msgspec.Struct, frozen=True):
     """One object that is not as it should be.
 
     Attributes:

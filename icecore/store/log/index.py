@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from icecore.errors import Damaged
@@ -44,8 +44,7 @@ _CLASS_ENTRIES = 1024
 _FINER, _FINEST = 3, 8
 
 
-@dataclass(frozen=True)
-class Merge:
+class Merge(msgspec.Struct, frozen=True):
     """Segments of one range that are to become one."""
 
     inputs: tuple[SegmentRef, ...]
@@ -94,8 +93,7 @@ def plan_merges(segments: Sequence[SegmentRef], *, entries: int) -> list[Merge]:
     return merges
 
 
-@dataclass(frozen=True)
-class NewSegment:
+class NewSegment(msgspec.Struct, frozen=True):
     """A segment ready to be stored, its entries, and its filter if it is long enough to have one."""
 
     ref: SegmentRef

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from icecore.errors import (
     Damaged,
@@ -45,8 +47,7 @@ _TRIES = 8
 _PAUSE_SECONDS = 0.1
 
 
-@dataclass(frozen=True)
-class Newest:
+class Newest(msgspec.Struct, frozen=True):
     """A key object: its name, number and bytes, and its slots if the repository is encrypted.
 
     Attributes:

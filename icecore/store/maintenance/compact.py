@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from icecore.errors import Damaged, ObjectMissing
@@ -44,8 +44,7 @@ _READ_BYTES = 16 << 20
 _AHEAD = 3
 
 
-@dataclass(frozen=True)
-class Sparse:
+class Sparse(msgspec.Struct, frozen=True):
     """A shard of which little is reached: its size and its live bytes."""
 
     shard: bytes
@@ -53,8 +52,7 @@ class Sparse:
     live: Live
 
 
-@dataclass(frozen=True)
-class Compacted:
+class Compacted(msgspec.Struct, frozen=True):
     """What was rewritten."""
 
     shards: int = 0

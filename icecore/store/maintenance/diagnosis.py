@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Set
-from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -47,8 +46,7 @@ from icecore.text import harmless
 _UNREADABLE = (Damaged, ObjectMissing, FormatTooNew)
 
 
-@dataclass(frozen=True)
-class Fix:
+class Fix(msgspec.Struct, frozen=True):
     """One repair that is possible.
 
     Attributes:
@@ -62,8 +60,7 @@ class Fix:
     how: str
 
 
-@dataclass
-class Plan:
+class Plan(msgspec.Struct):
     """What a repair would do at present.
 
     Attributes:
@@ -77,13 +74,13 @@ class Plan:
         unlisted: Manifests of unlisted snapshots that are not listed again, and why.
     """
 
-    damages: list[Damage] = field(default_factory=list)
-    fixes: list[Fix] = field(default_factory=list)
-    quarantine: dict[str, str] = field(default_factory=dict)
-    release: list[str] = field(default_factory=list)
-    beyond: list[Damage] = field(default_factory=list)
-    recovered: dict[str, str] = field(default_factory=dict)
-    unlisted: dict[str, str] = field(default_factory=dict)
+    damages: list[Damage] = msgspec.field(default_factory=list)
+    fixes: list[Fix] = msgspec.field(default_factory=list)
+    quarantine: dict[str, str] = msgspec.field(default_factory=dict)
+    release: list[str] = msgspec.field(default_factory=list)
+    beyond: list[Damage] = msgspec.field(default_factory=list)
+    recovered: dict[str, str] = msgspec.field(default_factory=dict)
+    unlisted: dict[str, str] = msgspec.field(default_factory=dict)
 
     @property
     def empty(self) -> bool:
@@ -91,27 +88,26 @@ class Plan:
         return not (self.fixes or self.quarantine or self.release or self.recovered)
 
 
-@dataclass
-class Survey:
+class Survey(msgspec.Struct):
     """All findings about a repository, for ``repair``."""
 
     plan: Plan
-    pages: dict[bytes, list[SnapshotRecord]] = field(default_factory=dict)
-    forget_marks: set[bytes] = field(default_factory=set)
-    segments: dict[bytes, Records | None] = field(default_factory=dict)
-    reindex: list[Records] = field(default_factory=list)
-    manifests: dict[str, Manifest] = field(default_factory=dict)
-    restored: set[str] = field(default_factory=set)
-    records: dict[str, SnapshotRecord] = field(default_factory=dict)
-    lost_nodes: set[bytes] = field(default_factory=set)
-    new_nodes: set[bytes] = field(default_factory=set)
-    salvage: Salvage = field(default_factory=Salvage)
-    leave: set[bytes] = field(default_factory=set)
-    nodes: dict[bytes, Records] = field(default_factory=dict)
-    trim: list[str] = field(default_factory=list)
-    lost: list[Gap] = field(default_factory=list)
-    absent: list[int] = field(default_factory=list)
-    mends: list[Mend] = field(default_factory=list)
+    pages: dict[bytes, list[SnapshotRecord]] = msgspec.field(default_factory=dict)
+    forget_marks: set[bytes] = msgspec.field(default_factory=set)
+    segments: dict[bytes, Records | None] = msgspec.field(default_factory=dict)
+    reindex: list[Records] = msgspec.field(default_factory=list)
+    manifests: dict[str, Manifest] = msgspec.field(default_factory=dict)
+    restored: set[str] = msgspec.field(default_factory=set)
+    records: dict[str, SnapshotRecord] = msgspec.field(default_factory=dict)
+    lost_nodes: set[bytes] = msgspec.field(default_factory=set)
+    new_nodes: set[bytes] = msgspec.field(default_factory=set)
+    salvage: Salvage = msgspec.field(default_factory=Salvage)
+    leave: set[bytes] = msgspec.field(default_factory=set)
+    nodes: dict[bytes, Records] = msgspec.field(default_factory=dict)
+    trim: list[str] = msgspec.field(default_factory=list)
+    lost: list[Gap] = msgspec.field(default_factory=list)
+    absent: list[int] = msgspec.field(default_factory=list)
+    mends: list[Mend] = msgspec.field(default_factory=list)
 
 
 class Diagnosis:

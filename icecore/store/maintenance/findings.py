@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from icecore.errors import Damaged, IcecoreError, ObjectMissing, StoreDenied, StoreError
 from icecore.events import Event, Sink
 from icecore.store.backend.base import Foreign
 
 
-@dataclass(frozen=True)
-class Damage:
+class Damage(msgspec.Struct, frozen=True):
     """One thing that is wrong.
 
     Attributes:
@@ -32,8 +32,7 @@ class Damage:
         return f"{self.kind} {self.name}: {self.why}"
 
 
-@dataclass
-class Report:
+class Report(msgspec.Struct):
     """What a check found.
 
     Attributes:
@@ -55,16 +54,16 @@ class Report:
         read_chunks: Chunks that were decoded and verified.
     """
 
-    damages: list[Damage] = field(default_factory=list)
-    lost: list[Damage] = field(default_factory=list)
-    quarantined: dict[str, str] = field(default_factory=dict)
-    foreign: list[Foreign] = field(default_factory=list)
-    failed: list[Damage] = field(default_factory=list)
+    damages: list[Damage] = msgspec.field(default_factory=list)
+    lost: list[Damage] = msgspec.field(default_factory=list)
+    quarantined: dict[str, str] = msgspec.field(default_factory=dict)
+    foreign: list[Foreign] = msgspec.field(default_factory=list)
+    failed: list[Damage] = msgspec.field(default_factory=list)
     denied: StoreDenied | None = None
-    doubtful: set[bytes] = field(default_factory=set)
+    doubtful: set[bytes] = msgspec.field(default_factory=set)
     snapshots: int = 0
-    objects: Counter[str] = field(default_factory=Counter)
-    bytes: Counter[str] = field(default_factory=Counter)
+    objects: Counter[str] = msgspec.field(default_factory=Counter)
+    bytes: Counter[str] = msgspec.field(default_factory=Counter)
     unreached: int = 0
     unreached_bytes: int = 0
     chunks: int = 0

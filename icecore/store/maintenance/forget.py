@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from icecore.errors import UsageError
 from icecore.store.format.state import SnapshotRecord
@@ -27,8 +28,7 @@ _PERIODS: dict[str, Bucket] = {
 }
 
 
-@dataclass(frozen=True)
-class Policy:
+class Policy(msgspec.Struct, frozen=True):
     """What to keep. A snapshot stays if any rule keeps it; times are UTC.
 
     Attributes:
@@ -72,12 +72,11 @@ class Policy:
         )
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     """The decision about a snapshot; ``reasons`` says why it is kept, and is empty if it is not."""
 
     record: SnapshotRecord
-    reasons: list[str] = field(default_factory=list)
+    reasons: list[str] = msgspec.field(default_factory=list)
 
     @property
     def keep(self) -> bool:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -72,8 +71,7 @@ _OPEN_SECONDS = 600.0
 _ROUNDS = 3
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(msgspec.Struct, frozen=True):
     """The options of a collection.
 
     Attributes:
@@ -96,16 +94,14 @@ class Options:
             )
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(msgspec.Struct, frozen=True):
     """An object and its size in bytes."""
 
     name: str
     bytes: int
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """What a collection would do at present.
 
     Attributes:
@@ -122,14 +118,14 @@ class Plan:
     """
 
     generation: int
-    fence: list[SessionRecord] = field(default_factory=list)
-    condemn: list[Item] = field(default_factory=list)
-    delete: list[Item] = field(default_factory=list)
-    wait: list[Item] = field(default_factory=list)
-    pardon: list[str] = field(default_factory=list)
-    compact: list[Sparse] = field(default_factory=list)
+    fence: list[SessionRecord] = msgspec.field(default_factory=list)
+    condemn: list[Item] = msgspec.field(default_factory=list)
+    delete: list[Item] = msgspec.field(default_factory=list)
+    wait: list[Item] = msgspec.field(default_factory=list)
+    pardon: list[str] = msgspec.field(default_factory=list)
+    compact: list[Sparse] = msgspec.field(default_factory=list)
     rewrite: int = 0
-    trim: list[Item] = field(default_factory=list)
+    trim: list[Item] = msgspec.field(default_factory=list)
     kept_bytes: int = 0
 
     @property
@@ -148,8 +144,7 @@ class Plan:
         return sum(item.bytes - item.live.bytes for item in self.compact)
 
 
-@dataclass(frozen=True)
-class Freed:
+class Freed(msgspec.Struct, frozen=True):
     """What forgetting some snapshots would free once the collector has run and no session is open:
     ``objects`` with ``bytes`` in all, and ``compact_bytes`` more by rewriting shards that become
     mostly dead.
@@ -160,8 +155,7 @@ class Freed:
     compact_bytes: int
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(msgspec.Struct, frozen=True):
     """What a collection did."""
 
     fenced: int

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -35,8 +35,7 @@ _INLINE_NODES = 16
 Refs = npt.NDArray[np.void]
 
 
-@dataclass(frozen=True)
-class Live:
+class Live(msgspec.Struct, frozen=True):
     """What is reached of a shard: bytes, and the offsets of the pieces."""
 
     bytes: int

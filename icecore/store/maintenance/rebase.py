@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+import msgspec
 
 from icecore.errors import Damaged, ObjectMissing
 from icecore.sizes import CELL_BYTES
@@ -35,8 +36,7 @@ _LEVEL = 6
 _SLACK = 32
 
 
-@dataclass(frozen=True)
-class Orphan:
+class Orphan(msgspec.Struct, frozen=True):
     """A base, and the deltas that are the only ones to need it, oldest snapshot first."""
 
     base: Place
@@ -91,8 +91,7 @@ class Orphans:
         ]
 
 
-@dataclass(frozen=True)
-class _Form:
+class _Form(msgspec.Struct, frozen=True):
     """How to store a chunk: codec and parts; ``based`` if it is a delta of the new full chunk."""
 
     row: Row

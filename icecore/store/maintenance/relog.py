@@ -12,7 +12,6 @@ import secrets
 import socket
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -72,8 +71,7 @@ _UNREADABLE = (Damaged, ObjectMissing, FormatTooNew)
 _LOST_KIND = ObjectKind("lost log entry", b"ICELOST", 1, 1 << 10, None)
 
 
-@dataclass(frozen=True)
-class Condition:
+class Condition(msgspec.Struct, frozen=True):
     """The condition of a log's newest part.
 
     Attributes:
@@ -89,10 +87,10 @@ class Condition:
 
     base: Entry | None
     top: int
-    damaged: dict[int, str] = field(default_factory=dict)
-    missing: list[tuple[int, int]] = field(default_factory=list)
+    damaged: dict[int, str] = msgspec.field(default_factory=dict)
+    missing: list[tuple[int, int]] = msgspec.field(default_factory=list)
     absent: int = 0
-    planted: list[int] = field(default_factory=list)
+    planted: list[int] = msgspec.field(default_factory=list)
 
     @property
     def whole(self) -> bool:
@@ -143,8 +141,7 @@ def _absent(listed: list[int], low: int, top: int) -> Iterable[int]:
     return set(range(low + 1, top + 1)).difference(listed)
 
 
-@dataclass
-class Relogging:
+class Relogging(msgspec.Struct):
     """What continuing the log would do.
 
     Attributes:
@@ -159,10 +156,10 @@ class Relogging:
 
     condition: Condition
     generation: int
-    recovered: list[SnapshotRecord] = field(default_factory=list)
-    unlisted: dict[str, str] = field(default_factory=dict)
-    unreadable: dict[str, str] = field(default_factory=dict)
-    pins: list[SnapshotRecord] = field(default_factory=list)
+    recovered: list[SnapshotRecord] = msgspec.field(default_factory=list)
+    unlisted: dict[str, str] = msgspec.field(default_factory=dict)
+    unreadable: dict[str, str] = msgspec.field(default_factory=dict)
+    pins: list[SnapshotRecord] = msgspec.field(default_factory=list)
     began: int = 0
 
     def words(self) -> str:

@@ -8,7 +8,6 @@ and the collector deletes what is then unreached.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -34,8 +33,7 @@ Moved = Mapping[tuple[bytes, int], Place | Stored]
 ReadNodes = Callable[[Refs], Awaitable[tuple[Records, npt.NDArray[np.int64]]]]
 
 
-@dataclass(frozen=True)
-class NewManifest:
+class NewManifest(msgspec.Struct, frozen=True):
     """The changes in a snapshot's record."""
 
     name: str

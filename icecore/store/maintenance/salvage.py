@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from icecore.errors import Damaged, FormatTooNew, ObjectMissing
@@ -26,8 +26,7 @@ Key = tuple[bytes, int]
 _OTHERS = 4
 
 
-@dataclass(frozen=True)
-class ShardPiece:
+class ShardPiece(msgspec.Struct, frozen=True):
     """A stored chunk that maps refer to.
 
     Attributes:
@@ -50,8 +49,7 @@ class ShardPiece:
         return self.place.shard, self.place.offset
 
 
-@dataclass(frozen=True)
-class Saved:
+class Saved(msgspec.Struct, frozen=True):
     """Verified stored bytes of a piece, and whether they came from the second source."""
 
     piece: ShardPiece
@@ -60,8 +58,7 @@ class Saved:
     elsewhere: bool
 
 
-@dataclass
-class Salvage:
+class Salvage(msgspec.Struct):
     """The outcome for the pieces of damaged shards.
 
     Attributes:
@@ -73,12 +70,12 @@ class Salvage:
         instead: Deltas whose base is lost → another place that holds the same chunk in full.
     """
 
-    saved: dict[Key, Saved] = field(default_factory=dict)
-    found: dict[Key, Place] = field(default_factory=dict)
-    twins: dict[Key, Key] = field(default_factory=dict)
-    lost: dict[Key, ShardPiece] = field(default_factory=dict)
-    places: dict[Key, Place] = field(default_factory=dict)
-    instead: dict[Key, Place] = field(default_factory=dict)
+    saved: dict[Key, Saved] = msgspec.field(default_factory=dict)
+    found: dict[Key, Place] = msgspec.field(default_factory=dict)
+    twins: dict[Key, Key] = msgspec.field(default_factory=dict)
+    lost: dict[Key, ShardPiece] = msgspec.field(default_factory=dict)
+    places: dict[Key, Place] = msgspec.field(default_factory=dict)
+    instead: dict[Key, Place] = msgspec.field(default_factory=dict)
 
     def replaced(self, key: Key) -> bool:
         """Return whether another place holds the chunk in full."""

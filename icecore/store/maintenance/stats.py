@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -31,8 +31,7 @@ _OFFSET_BITS = 40
 Pieces = npt.NDArray[np.void]
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(msgspec.Struct, frozen=True):
     """The snapshots of one job or lineage.
 
     Attributes:
@@ -50,8 +49,7 @@ class Group:
     own: int
 
 
-@dataclass(frozen=True)
-class Form:
+class Form(msgspec.Struct, frozen=True):
     """The chunks stored with one codec: their number, stored bytes, and uncompressed bytes."""
 
     codec: str
@@ -60,8 +58,7 @@ class Form:
     logical: int
 
 
-@dataclass(frozen=True)
-class Stats:
+class Stats(msgspec.Struct, frozen=True):
     """The statistics of a repository.
 
     Attributes:
@@ -86,9 +83,9 @@ class Stats:
     dead: int
     objects: Counter[str]
     object_bytes: Counter[str]
-    jobs: list[Group] = field(default_factory=list)
-    lineages: list[Group] = field(default_factory=list)
-    forms: list[Form] = field(default_factory=list)
+    jobs: list[Group] = msgspec.field(default_factory=list)
+    lineages: list[Group] = msgspec.field(default_factory=list)
+    forms: list[Form] = msgspec.field(default_factory=list)
 
     @property
     def dedup_ratio(self) -> float:

@@ -8,7 +8,8 @@ never loses snapshots that were taken there or came from elsewhere.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from icecore.errors import UsageError
 from icecore.store.format.marks import joined
@@ -18,8 +19,7 @@ from icecore.store.log.catalog import Pages
 from icecore.store.log.repository import StoredRepository
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """What a sync would do at present.
 
     Attributes:
@@ -30,9 +30,9 @@ class Plan:
             them since.
     """
 
-    bring: list[SnapshotRecord] = field(default_factory=list)
-    mark: list[SnapshotRecord] = field(default_factory=list)
-    forget: list[SnapshotRecord] = field(default_factory=list)
+    bring: list[SnapshotRecord] = msgspec.field(default_factory=list)
+    mark: list[SnapshotRecord] = msgspec.field(default_factory=list)
+    forget: list[SnapshotRecord] = msgspec.field(default_factory=list)
 
     @property
     def keep(self) -> list[SnapshotRecord]:

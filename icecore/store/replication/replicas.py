@@ -20,9 +20,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
 import numpy as np
 from msgspec.structs import replace
 
@@ -72,16 +72,14 @@ _BACKOFF_SECONDS = 0.1
 _POLL_SECONDS = 0.5
 
 
-@dataclass(frozen=True)
-class Lost:
+class Lost(msgspec.Struct, frozen=True):
     """A snapshot that could not be copied, and why."""
 
     snapshot: str
     error: IcecoreError
 
 
-@dataclass
-class Synced:
+class Synced(msgspec.Struct):
     """What a sync did.
 
     Attributes:
@@ -95,14 +93,14 @@ class Synced:
             source.
     """
 
-    snapshots: list[str] = field(default_factory=list)
+    snapshots: list[str] = msgspec.field(default_factory=list)
     objects: int = 0
     bytes: int = 0
     present: int = 0
-    marked: list[str] = field(default_factory=list)
-    forgotten: list[str] = field(default_factory=list)
-    kept: list[str] = field(default_factory=list)
-    lost: list[Lost] = field(default_factory=list)
+    marked: list[str] = msgspec.field(default_factory=list)
+    forgotten: list[str] = msgspec.field(default_factory=list)
+    kept: list[str] = msgspec.field(default_factory=list)
+    lost: list[Lost] = msgspec.field(default_factory=list)
 
 
 async def sync(

@@ -12,7 +12,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -37,8 +36,7 @@ PURPOSE = "copy"
 _RUN = 32
 
 
-@dataclass
-class Copied:
+class Copied(msgspec.Struct):
     """What a copy did.
 
     Attributes:
@@ -50,11 +48,11 @@ class Copied:
             source.
     """
 
-    snapshots: list[str] = field(default_factory=list)
+    snapshots: list[str] = msgspec.field(default_factory=list)
     logical: int = 0
     read: int = 0
     stored: int = 0
-    lost: list[Lost] = field(default_factory=list)
+    lost: list[Lost] = msgspec.field(default_factory=list)
 
 
 def copy(
@@ -137,8 +135,7 @@ def _base(record: SnapshotRecord, both: Sequence[SnapshotRecord]) -> str | None:
     return max(earlier, key=lambda one: one.created_ns).snapshot if earlier else None
 
 
-@dataclass(frozen=True)
-class _Before:
+class _Before(msgspec.Struct, frozen=True):
     """A region of the parent: the records of its cells in source and target, by cell."""
 
     theirs: dict[int, np.void]

@@ -5,9 +5,10 @@ does.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
+
+import msgspec
 
 from icecore.errors import Damaged, ObjectMissing
 from icecore.events import Event, Sink
@@ -62,8 +63,7 @@ class Candidate(NamedTuple):
     delta: Place = NOWHERE
 
 
-@dataclass(frozen=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True):
     """A delta to store: codec number, parts and their length, and the base."""
 
     number: int
@@ -72,8 +72,7 @@ class Delta:
     base: Candidate
 
 
-@dataclass
-class _Luck:
+class _Luck(msgspec.Struct):
     """The success of deltas in one region, for bases that cannot be sampled cheaply: after
     failures, some bases are not even read.
 

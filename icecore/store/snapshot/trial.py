@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from icecore.sizes import PAGE
@@ -63,8 +63,7 @@ _RAW = Choice(codec.RAW)
 _PROBE = Choice(codec.LZ4)
 
 
-@dataclass(frozen=True)
-class Objective:
+class Objective(msgspec.Struct, frozen=True):
     """What to save, bytes or time.
 
     Attributes:
@@ -74,7 +73,7 @@ class Objective:
     """
 
     link: float = 0.7e9
-    cores: int = field(default_factory=lambda: os.cpu_count() or 1)
+    cores: int = msgspec.field(default_factory=lambda: os.cpu_count() or 1)
 
     def cost(self, ratio: float, cpu: float) -> float:
         """Return the seconds per byte of a form that stores ``ratio`` of the bytes and takes
@@ -97,8 +96,7 @@ class Objective:
         return Objective(self.link / 4, self.cores)
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(msgspec.Struct, frozen=True):
     """The outcome of a trial: the winner, the share of the bytes that it stores, and its cost as
     measured on the sample.
 
@@ -150,8 +148,7 @@ def trial(data: memoryview, scratch: Scratch, objective: Objective, kind: int = 
     return Estimate(best, ratio, least, kind)
 
 
-@dataclass
-class _Kept:
+class _Kept(msgspec.Struct):
     estimate: Estimate
     interval: int = _FIRST_INTERVAL
     left: int = _FIRST_INTERVAL

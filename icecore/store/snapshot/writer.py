@@ -8,10 +8,10 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
+import msgspec
 import numpy as np
 
 from icecore.errors import StoreError, UsageError
@@ -55,8 +55,7 @@ _CLAIM_WAIT_SECONDS = 0.5
 _NOTHING_HERE = Stored(Place(bytes(16), 0, 0, codec.ZERO))
 
 
-@dataclass
-class Statistics:
+class Statistics(msgspec.Struct):
     """What was written so far. ``stored`` is new bytes in shards, ``by_codec`` the same by codec
     name, ``reused`` logical bytes that were stored already.
 
@@ -69,8 +68,8 @@ class Statistics:
     reused: int = 0
     chunks: int = 0
     deltas: int = 0
-    by_codec: Counter[str] = field(default_factory=Counter)
-    reused_from: Counter[str] = field(default_factory=Counter)
+    by_codec: Counter[str] = msgspec.field(default_factory=Counter)
+    reused_from: Counter[str] = msgspec.field(default_factory=Counter)
 
 
 class ReadCell(NamedTuple):

@@ -9,11 +9,11 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from icecore.config import Config, ServiceSettings
 from icecore.errors import Damaged, IcecoreError, NotFound, UsageError

@@ -13,10 +13,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from icecore.host.jobs.job import Job
 from icecore.host.kernel import procfs

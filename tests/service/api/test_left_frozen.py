@@ -7,10 +7,10 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from icecore.events import discard
 from icecore.host.jobs.job import Job

@@ -7,12 +7,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from icecore.service.api.documents import document
