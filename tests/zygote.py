@@ -331,12 +331,11 @@ def _imported() -> None:
     import icecore.store.maintenance.repair
     import icecore.store.replication.replicas
     import icecore.store.snapshot.reader
+    from icecore.store.format import slots
 
     icecore.cli.build_parser()  # imports the modules of all commands
     assert icecore.__file__ == sys.argv[2], "commands have to be of the package that is tested"
-    from icecore.store.format.slots import Cost
-
-    Cost.__init__.__defaults__ = CHEAP
+    slots.DEFAULT_COST = slots.Cost(*CHEAP)
 
 
 def serve(control: socket.socket) -> None:

@@ -50,9 +50,7 @@ class Keys(Opened):
         from icecore.store.format import slots as slot_changes
 
         return self._change_slots(
-            lambda slots: slot_changes.add(
-                slots, self.core.keys.secret, passphrase, label, slot_changes.Cost()
-            )
+            lambda slots: slot_changes.add(slots, self.core.keys.secret, passphrase, label)
         )
 
     def remove_passphrase(self, which: str) -> list[Slot]:
@@ -90,7 +88,6 @@ class Keys(Opened):
                 self.core.keys.secret,
                 which or slots.slots[0].id,
                 passphrase,
-                slot_changes.Cost(),
             )
 
         return self._change_slots(edit)

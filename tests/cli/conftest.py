@@ -21,7 +21,7 @@ from icecore.errors import MissingTool
 from icecore.host.criu.program import find_criu
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.registry import Registry
-from icecore.store.format.slots import Cost
+from icecore.store.format import slots
 from tests.zygote import CHEAP, Forked, Zygote, shared
 
 SECONDS = 60.0
@@ -109,7 +109,7 @@ def until(holds: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
 @pytest.fixture(autouse=True)
 def _cheap_passphrases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have this process, too, make slots that cost little, as commands in forks do."""
-    monkeypatch.setattr(Cost.__init__, "__defaults__", CHEAP)
+    monkeypatch.setattr(slots, "DEFAULT_COST", slots.Cost(*CHEAP))
 
 
 @pytest.fixture(scope="session")

@@ -48,6 +48,10 @@ class Cost(msgspec.Struct, frozen=True):
     lanes: int = 4
 
 
+#: The cost of new slots if the caller names none.
+DEFAULT_COST = Cost()
+
+
 class Slot(msgspec.Struct, frozen=True):
     """The master secret under one passphrase.
 
@@ -83,7 +87,9 @@ class Slots(msgspec.Struct, frozen=True):
     secret: bytes = b""
 
 
-def new_slots(repository: str, secret: bytes, passphrase: bytes, label: str, cost: Cost) -> Slots:
+def new_slots(
+    repository: str, secret: bytes, passphrase: bytes, label: str, cost: Cost | None = None
+) -> Slots:
     """Return the slots of a new repository, with one slot.
 
     Raises:
@@ -192,7 +198,9 @@ def verify(name: str, slots: Slots, secret: bytes) -> None:
         )
 
 
-def add(slots: Slots, secret: bytes, passphrase: bytes, label: str, cost: Cost) -> Slots:
+def add(
+    slots: Slots, secret: bytes, passphrase: bytes, label: str, cost: Cost | None = None
+) -> Slots:
     """Return ``slots`` with one more slot.
 
     Raises:
@@ -226,7 +234,9 @@ def remove(slots: Slots, secret: bytes, which: str) -> Slots:
     return _sealed(slots.repository, secret, left, slots.changes)
 
 
-def rotate(slots: Slots, secret: bytes, which: str, passphrase: bytes, cost: Cost) -> Slots:
+def rotate(
+    slots: Slots, secret: bytes, which: str, passphrase: bytes, cost: Cost | None = None
+) -> Slots:
     """Return ``slots`` with another passphrase for slot ``which``; its label stays.
 
     Raises:
@@ -250,7 +260,8 @@ def find(slots: Slots, which: str) -> Slot:
     raise NotFound(f"there is no key slot {which!r}", cure="'icecore key list' lists them")
 
 
-def _wrap(repository: str, secret: bytes, passphrase: bytes, label: str, cost: Cost) -> Slot:
+def _wrap(repository: str, secret: bytes, passphrase: bytes, label: str, cost: Cost | None) -> Slot:
+    cost = cost or DEFAULT_COST
     if len(passphrase) < MIN_PASSPHRASE:
         raise UsageError(
             f"a passphrase of {len(passphrase)} bytes",

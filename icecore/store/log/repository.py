@@ -126,7 +126,7 @@ class StoredRepository:
             given = await asyncio.to_thread(passphrase)
             master = secret or secrets.token_bytes(32)
             slot = encode_slot(
-                await asyncio.to_thread(new_slots, named, master, given, "first", cost or Cost())
+                await asyncio.to_thread(new_slots, named, master, given, "first", cost)
             )
         await identity.agreed(
             backend, copy_name(key_name(0)), await identity.agreed(backend, key_name(0), slot.data)
