@@ -130,7 +130,7 @@ class ExitStatus(msgspec.Struct, frozen=True):
         return f"killed by {signal.Signals(self.signal).name if self.signal in set(signal.Signals) else f'signal {self.signal}'}"
 
 
-class Job(msgspec.Struct, frozen=True, dict=True):
+class Job(msgspec.Struct, frozen=True, dict=True, weakref=True):
     """One instance. ``description`` is what was read when the object was created; the methods query
     the machine.
     """
