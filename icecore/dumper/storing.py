@@ -167,5 +167,6 @@ class Storing:
             stored=statistics.stored,
             device=device,
             by_codec=dict(statistics.by_codec),
+            resident_changed=sum(one.changed for one in captures if one.kind == "device"),
         )
         return Stored(spaces, sizes, hints, digest.hex(), statistics.chunks, statistics.deltas)

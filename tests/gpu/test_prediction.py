@@ -121,6 +121,17 @@ def test_little_is_pinned_where_the_gpu_has_ample_room() -> None:
     assert pinned(100 * MIB, 58 * GIB) == 101 * MIB
     assert pinned(20 * GIB, 58 * GIB, available=400 * MIB) == 100 * MIB
 
+    def of_pool(changes: int, **other: Any) -> int:
+        """A pool that was allocated in advance, most of which is at rest."""
+        wanted = {"a": changes, "b": 0}
+        return pinned(100 * GIB, 17 * GIB, wanted=wanted, likely=changes, **other)
+
+    assert of_pool(14 * GIB) == 2 * GIB  # the job may also allocate more
+    assert of_pool(14 * GIB, growing=False) == 512 * MIB
+    assert of_pool(16 * GIB, growing=False) == 1 * GIB
+    assert of_pool(17 * GIB, growing=False) == 2 * GIB
+    assert of_pool(20 * GIB, growing=False) == 3 * GIB
+
 
 def test_each_gpu_has_its_own_room() -> None:
     copies = foresee({"a": 10 * GIB, "b": 4 * GIB, "c": GIB}, {"a": 2 * GIB, "b": 4 * GIB}, 6 * GIB)

@@ -26,8 +26,9 @@ from icecore.dumper.options import DumpOptions
 from icecore.errors import DumpFailed, IcecoreError, PreflightRefused, WindowExceeded
 from icecore.events import Event
 from icecore.host.criu.program import find_criu
+from icecore.host.gpu.working import RING
 from icecore.host.kernel import procfs
-from icecore.host.resident import client
+from icecore.host.resident import client, copyplan
 from icecore.host.resident.client import Agent, State
 from icecore.host.resident.protocol import Operation
 from icecore.host.resident.tree import ResidentTree
@@ -646,6 +647,37 @@ def test_staging(
         assert job.resident - room <= end["in_window"] < job.resident
     runs_on(job, store)
     assert 0 <= result.sizes.device - 7 * job.resident // 8 < MIB
+
+
+@pytest.mark.parametrize("joined", [700 * MIB], indirect=True)
+def test_little_is_pinned_if_the_job_allocates_nothing_more(
+    store: Store, launch: Launch, joined: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for a pool that was allocated in advance: its GPU has room for what changes, not for all."""
+    monkeypatch.setattr(copyplan, "THROUGH", 4 * MIB)
+    job = launch(gpus=(0,), mib=20, buffers=4)
+    pinned = []
+    for _ in range(3):
+        events = Events()
+        result = store.dump(job.pid, DumpOptions(staging_bytes=16 * MIB), events=events)
+        sizes = store.read(result.snapshot).manifest.sizes
+        assert sizes.resident_changed is not None
+        [end] = [
+            event.fields
+            for event in events.named("dump.resident.prepare")
+            if event.fields["state"] == "end"
+        ]
+        pinned.append(end["pinned"] - RING * MIB)
+        [copied] = [
+            event.fields
+            for event in events.named("dump.resident.copy")
+            if event.fields["state"] == "end"
+        ]
+        assert copied["in_window"] == 0 and copied["bytes"] == sizes.resident_changed
+        assert sizes.resident_changed <= sizes.changed
+    assert pinned[0] == pinned[1] > 16 * MIB  # nearly all had changed, and may have again
+    assert pinned[2] == 4 * MIB
+    runs_on(job, store)
 
 
 def rewrite(job: Job, gpus: tuple[int, ...]) -> dict[int, bytes]:

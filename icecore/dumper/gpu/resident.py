@@ -39,6 +39,7 @@ from icecore.host.resident.sharing import Shares, find_shares
 from icecore.host.resident.tree import LockAll, ResidentTree, UnlockAll
 from icecore.sizes import CELL_BYTES
 from icecore.store.format import contract
+from icecore.store.format.manifest import Manifest
 
 _POLL_SECONDS = 0.2
 _UNLIMITED_LEASE = 3600.0
@@ -195,7 +196,7 @@ class Resident:
         # may be in use by then. It is not known on which GPU the parent's changes were: they may all
         # be on any one GPU, but not on all of them.
         if parent is not None:
-            before = parent.manifest.sizes.changed
+            before = _changed_in(parent.manifest)
             wanted = {
                 device: min(size, max(before, changed.get(device, 0)))
                 for device, size in sizes.items()
@@ -215,6 +216,7 @@ class Resident:
             likely=likely,
             staging=staging_bytes,
             available=available,
+            growing=parent is None or sum(sizes.values()) > _allocated_in(parent.manifest),
         )
         self._region = HostRegion((RING + most // CELL_BYTES) * CELL_BYTES)
         self._region.prefault(self._over)
@@ -474,3 +476,15 @@ def _copies(pids: Collection[int]) -> Copies:
     for (_, allowed), members in groups.items():
         cores = min(cores, int(allowed / members))
     return Copies(threads=max(0, cores - 1), huge=limits.spare_huge_bytes(some))
+
+
+def _changed_in(manifest: Manifest) -> int:
+    """Return how many bytes of resident memory had changed in a snapshot, at the most."""
+    sizes = manifest.sizes
+    return sizes.changed if sizes.resident_changed is None else sizes.resident_changed
+
+
+def _allocated_in(manifest: Manifest) -> int:
+    """Return how many bytes of resident memory the job had in a snapshot."""
+    spaces = [space for space in manifest.spaces if space.kind == "device"]
+    return sum(region.length for space in spaces for region in space.regions)

@@ -89,6 +89,7 @@ def pinned_bytes(
     likely: int,
     staging: int,
     available: int,
+    growing: bool = True,
 ) -> int:
     """Return how many bytes of host memory are pinned for copies.
 
@@ -97,14 +98,18 @@ def pinned_bytes(
         spare: By device, bytes of its memory that copies may take.
         wanted: By device, how many of its bytes are likely to change.
         likely: How many are on all devices together, at the most.
-        staging: Bytes to pin if a device has little room beyond all of its allocations, because
-            the job may take some of that room before the window.
+        staging: Bytes that may need room unexpectedly. They are pinned if a device has too little
+            room beyond what is expected to need it.
         available: Bytes of the host's memory that may be taken at all.
+        growing: Whether the job may allocate more before the window. If so, all of its allocations
+            are expected to need room, otherwise only what is likely to change.
     """
     short = min(likely, sum(max(0, size - spare.get(device, 0)) for device, size in wanted.items()))
-    beyond = min((spare.get(device, 0) - size for device, size in sizes.items()), default=0)
+    expected = sizes if growing else wanted
+    beyond = min((spare.get(device, 0) - size for device, size in expected.items()), default=0)
     # Each free byte that the job takes adds one byte to copy, and takes half a byte of spare room.
-    reserve = max(min(staging, 3 * staging - beyond), min(staging, THROUGH * len(sizes)))
+    needed = (3 if growing else 1) * staging - beyond
+    reserve = max(min(staging, needed), min(staging, THROUGH * len(sizes)))
     return max(min(reserve, sum(sizes.values()), available // 4), min(short, available // 2))
 
 
