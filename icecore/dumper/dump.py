@@ -15,7 +15,7 @@ import msgspec
 from icecore.dumper.capture import ProcFileOpen
 from icecore.dumper.freeze.window import TreeRestless
 from icecore.dumper.hooks import Hooks, hooks_of
-from icecore.dumper.observe.deaths import DeathWatch
+from icecore.dumper.observe.deaths import DeathWatch, ProcessEnded
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.phases.capture import capture
 from icecore.dumper.phases.commit import Committed, commit
@@ -167,8 +167,9 @@ def dump(
 
 def _run_until_fit(request: Request, hooks: Hooks) -> Committed:
     """Run the phases, and start over if a process started to use a GPU after the inspection, as the
-    process that starts torch.compile's compilers does, or if the job had a file open that a restore
-    would not find.
+    process that starts torch.compile's compilers does, if one that used a GPU has ended, if CRIU
+    could not stop a tree with device memory, or if the job had a file open that a restore would not
+    find.
     """
     for pause in (*[_REPEAT_PAUSE] * (_REPEATS - 1), None):
         deaths = DeathWatch(request.target.pid, request.target.job)
@@ -176,8 +177,9 @@ def _run_until_fit(request: Request, hooks: Hooks) -> Committed:
             with ExitStack() as stack, deaths.explaining():
                 committed = _run(request, hooks, deaths, stack)
             break
-        except (GpusChanged, ProcFileOpen) as error:
-            if pause is None or not _runs(request.target.pid):
+        except (GpusChanged, ProcessEnded, ProcFileOpen, TreeRestless) as error:
+            final = isinstance(error, TreeRestless) and error.final
+            if pause is None or final or not _runs(request.target.pid):
                 raise
             request.emit(Event("dump.retry", {"error": str(error), "pause": pause}))
         time.sleep(pause)
@@ -196,6 +198,7 @@ def _run(request: Request, hooks: Hooks, deaths: DeathWatch, stack: ExitStack) -
             committed = _window(request, accepted, ready, deaths)
             break
         except TreeRestless as error:
+            error.final = pause is None
             # Device memory has gone and come back: that is not repeated for seconds on end.
             if pause is None or ready.devices is not None or not _runs(request.target.pid):
                 raise

@@ -15,6 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from icecore.dumper.phases import freeze
+from icecore.dumper.phases.preflight import Accepted
+from icecore.dumper.phases.prepare import Ready
+from icecore.dumper.phases.request import Request
 from icecore.errors import DumpFailed
 from icecore.store.backend.local import LocalBackend
 from icecore.store.maintenance.check import check
@@ -27,6 +31,29 @@ from .world import Events, Stillness, Store, assert_same_memory, leftovers, stan
 SECONDS = 1.0
 #: Events that say that a dump found something wrong with what an earlier one stored.
 _COMPLAINTS = {"dump.parent_damaged", "dump.hints_missing", "store.base_damaged", "index.damaged"}
+
+#: Waits as CRIU does, then fails as CRIU does if a process ends before it is stopped.
+_RESTLESS = """
+CRTOOLS_SCRIPT_ACTION=pre-dump "$0"
+echo 'Error (compel/src/lib/infect.c:1): Unseizable non-zombie 7 found, state R, err -1/10' > "$1"
+exit 1
+"""
+#: What the error says then.
+CANNOT_STOP = "a process ended while the tree was being frozen"
+
+
+def have_criu_fail_to_stop(patch: pytest.MonkeyPatch, times: int) -> None:
+    """Have CRIU fail as it does if processes come and go, in the next windows of this process."""
+    real, failing = freeze._criu_command, iter(range(times))
+
+    def command(
+        request: Request, accepted: Accepted, ready: Ready, group: Path | None
+    ) -> list[str]:
+        for _ in failing:
+            return ["sh", "-c", _RESTLESS, "{hold}", str(ready.images / "dump.log")]
+        return real(request, accepted, ready, group)
+
+    patch.setattr(freeze, "_criu_command", command)
 
 
 class Job:

@@ -37,7 +37,7 @@ from icecore.restorer.restore import restore
 from icecore.store.backend.faulty import FaultyBackend, Outcome
 from tests import zygote
 from tests.dumper import driver
-from tests.dumper.failing import members
+from tests.dumper.failing import CANNOT_STOP, have_criu_fail_to_stop, members
 from tests.dumper.world import Events, Store, leftovers, standing, until_clean
 from tests.fakes import fake_cuda
 from tests.fakes.world import GPUS, MIB, Target, World
@@ -329,6 +329,24 @@ def test_a_criu_that_fails(store: Store, launch: Launch, tmp_path: Path) -> None
         with pytest.raises(error):
             store.dump(target.pid, replace(DumpOptions(), criu_plugins=str(folder)))
         runs_on(target, store.workdir)
+
+
+@pytest.mark.parametrize("failures", [2, 4])
+def test_a_tree_that_criu_cannot_stop(
+    failures: int, store: Store, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole dump starts over, up to three times."""
+    target = launch(GPUS[:2], lent=True)
+    have_criu_fail_to_stop(monkeypatch, failures)
+    events = Events()
+    try:
+        result = store.dump(target.pid, events=events)
+        assert failures < 4 and store.snapshots() == [result.snapshot]
+    except DumpFailed as error:
+        assert failures == 4 and CANNOT_STOP in error.message
+    retried = [str(event.fields["error"]) for event in events.named("dump.retry")]
+    assert len(retried) == min(failures, 3) and all(CANNOT_STOP in one for one in retried)
+    runs_on(target, store.workdir)
 
 
 @pytest.mark.parametrize("status", [0, 3])

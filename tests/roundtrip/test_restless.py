@@ -18,10 +18,6 @@ import pytest
 from icecore.dumper.dump import dump
 from icecore.dumper.freeze.guard import DumpGuard
 from icecore.dumper.options import DumpOptions
-from icecore.dumper.phases import freeze as phase
-from icecore.dumper.phases.preflight import Accepted
-from icecore.dumper.phases.prepare import Ready
-from icecore.dumper.phases.request import Request
 from icecore.dumper.target import Target
 from icecore.errors import DumpFailed
 from icecore.events import Event
@@ -29,6 +25,7 @@ from icecore.host.criu.libraries import CRIU_LIBRARY
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.registry import Registry
 from icecore.host.kernel import cgroups, freezer, frozen
+from tests.dumper.failing import CANNOT_STOP, have_criu_fail_to_stop
 from tests.host.target import eventually
 from tests.roundtrip.conftest import Trip
 
@@ -221,32 +218,15 @@ def test_a_build(restless: Restless) -> None:
     assert len(list(restless.place.glob("done.*"))) == 400
 
 
-#: Waits as CRIU does, then fails as CRIU does if a process ends before it is stopped.
-FAILS = """
-CRTOOLS_SCRIPT_ACTION=pre-dump "$0"
-echo 'Error (compel/src/lib/infect.c:1): Unseizable non-zombie 7 found, state R, err -1/10' > "$1"
-exit 1
-"""
-
-
 def test_an_attempt_that_fails_is_reported_and_repeated(
     restless: Restless, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = restless.start(sys.executable, "-c", FORKS)
-    real, failures = phase._criu_command, iter(range(2))
-
-    def command(
-        request: Request, accepted: Accepted, ready: Ready, group: Path | None
-    ) -> list[str]:
-        for _ in failures:
-            return ["sh", "-c", FAILS, "{hold}", str(ready.images / "dump.log")]
-        return real(request, accepted, ready, group)
-
-    monkeypatch.setattr(phase, "_criu_command", command)
+    have_criu_fail_to_stop(monkeypatch, 2)
     restless.dump(job)
     assert len(restless.retries) == 2
     for one in restless.retries:
-        assert "a process ended while the tree was being frozen" in str(one.fields["error"])
+        assert CANNOT_STOP in str(one.fields["error"])
         assert 0 < float(str(one.fields["pause"])) <= 1
     assert goes_on(job)
 
@@ -254,15 +234,8 @@ def test_an_attempt_that_fails_is_reported_and_repeated(
 def test_attempts_are_bounded(restless: Restless, monkeypatch: pytest.MonkeyPatch) -> None:
     job = restless.start(sys.executable, "-c", FORKS)
     monkeypatch.setattr("icecore.dumper.dump._MOST_PAUSE", 0.01)
-    monkeypatch.setattr(
-        phase,
-        "_criu_command",
-        lambda request, accepted, ready, group: [
-            *("sh", "-c", FAILS, "{hold}"),
-            str(ready.images / "dump.log"),
-        ],
-    )
-    with pytest.raises(DumpFailed, match="a process ended while the tree was being frozen"):
+    have_criu_fail_to_stop(monkeypatch, 100)
+    with pytest.raises(DumpFailed, match=CANNOT_STOP):
         restless.dump(job)
     assert 5 < len(restless.retries) < 20
     assert goes_on(job)

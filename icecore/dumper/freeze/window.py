@@ -30,7 +30,12 @@ _LET_GO_SECONDS = 0.0005
 class TreeRestless(DumpFailed):
     """CRIU could not stop the tree, whose processes and threads come and go; it runs on. Another
     window may succeed.
+
+    Attributes:
+        final: As many windows have failed as a dump tries.
     """
+
+    final = False
 
 
 class Window:

@@ -14,6 +14,10 @@ from icecore.host.kernel import procfs
 _OTHERS = (HookFailed, StoreError, UsageError)
 
 
+class ProcessEnded(DumpFailed):
+    """A process of the tree, but not its first, ended during the dump. Another dump may succeed."""
+
+
 class DeathWatch:
     """The processes without which a dump fails.
 
@@ -39,7 +43,9 @@ class DeathWatch:
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Turn a failure into a `DumpFailed` that names the process whose end caused it."""
+        """Turn a failure into a `DumpFailed` that names the process whose end caused it:
+        `ProcessEnded`, unless that was the first process of the job.
+        """
         try:
             yield
         except (IcecoreError, OSError) as error:  # OSError: its files in /proc are missing
@@ -47,16 +53,14 @@ class DeathWatch:
             if not ended or isinstance(error, _OTHERS):
                 raise
             if self._root in ended:
-                what, cure = (
+                raise DumpFailed(
                     f"job {self._job} (process {self._root}) ended during the dump",
-                    "'icecore ps -a' shows how it ended",
-                )
-            else:
-                what, cure = (
-                    f"process {ended[0]} of job {self._job} ended during the dump",
-                    "dump it again",
-                )
-            raise DumpFailed(what, cure=cure) from error
+                    cure="'icecore ps -a' shows how it ended",
+                ) from error
+            raise ProcessEnded(
+                f"process {ended[0]} of job {self._job} ended during the dump",
+                cure="dump it again",
+            ) from error
 
 
 def _ended(pid: int, began: int) -> bool:
