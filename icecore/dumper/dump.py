@@ -22,7 +22,7 @@ from icecore.dumper.phases.commit import Committed, commit
 from icecore.dumper.phases.freeze import freeze, start_criu, undisturbed
 from icecore.dumper.phases.logs import trim_logs
 from icecore.dumper.phases.preflight import Accepted, preflight
-from icecore.dumper.phases.prepare import Ready, prepare, prepare_again
+from icecore.dumper.phases.prepare import Ready, begin, prepare, prepare_again
 from icecore.dumper.phases.request import Request
 from icecore.dumper.preflight.gpu_changes import GpusChanged
 from icecore.dumper.stopping import StopRequest
@@ -189,10 +189,11 @@ def _run_until_fit(request: Request, hooks: Hooks) -> Committed:
 def _run(request: Request, hooks: Hooks, deaths: DeathWatch, stack: ExitStack) -> Committed:
     """Run the phases in order. ``stack`` undoes, in reverse, everything that they begin."""
     trim_logs(request)
+    begun = begin(request, stack)
     accepted = preflight(request, deaths)
     if not hooks.begun:
         hooks.before()
-    ready = prepare(request, accepted, stack)
+    ready = prepare(request, accepted, begun, stack)
     for pause in (*_pauses(), None):
         try:
             committed = _window(request, accepted, ready, deaths)

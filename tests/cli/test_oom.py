@@ -66,7 +66,7 @@ def test_criu_of_a_dump_is_protected_as_far_as_permitted(tmp_path: Path, score: 
     with own_score(score):
         guard = DumpGuard(str(tmp_path))
         try:
-            assert guard.oom_score == oom.score(guard.pid) == LOWEST
+            assert guard.wait_ready() == oom.score(guard.pid) == LOWEST
             told = tmp_path / "told"
             assert guard.prepare([sys.executable, "-c", _TELL, str(told)], 20) == 0
             assert int(told.read_text()) == LOWEST

@@ -266,17 +266,20 @@ def test_a_streamed_tree_cannot_be_stopped(job: Job, store: Store) -> None:
 def test_a_guard_without_a_criu_ends_with_its_dumper(tmp_path: Path) -> None:
     folder = tmp_path / "images"
     folder.mkdir()
-    guard = DumpGuard(str(folder))
-    pid = guard.pid
-    guard.release()
-    guard.release()
-    assert not procfs.exists(pid)
+    for ready in (False, True):
+        guard = DumpGuard(str(folder))
+        if ready:
+            guard.wait_ready()
+        guard.release()
+        guard.release()
+        assert not procfs.exists(guard.pid)
     assert folder.is_dir()  # removed by its maker
 
 
 def test_a_guard_outlives_signals_of_the_terminal(tmp_path: Path) -> None:
     guard = DumpGuard(str(tmp_path))
     try:
+        guard.wait_ready()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             os.kill(guard.pid, number)
         time.sleep(0.05)
@@ -320,6 +323,7 @@ def test_a_guard_that_is_stopped_while_criu_waits(tmp_path: Path) -> None:
     """The attempt fails. What it started ends by itself, also if it goes on without being told to."""
     guard = DumpGuard(str(tmp_path))
     try:
+        guard.wait_ready()
         os.kill(guard.pid, signal.SIGSTOP)
         with pytest.raises(DumpFailed, match="no answer"):
             guard.prepare(_SERVER, 0.2)

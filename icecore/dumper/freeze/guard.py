@@ -31,17 +31,16 @@ class GuardLost(DumpFailed):
 
 
 class DumpGuard:
-    """The dumper's side: starts the guard process and talks to it.
+    """The dumper's side: starts the guard process, without waiting for it, and talks to it.
 
     Args:
         workdir: Directory on tmpfs for CRIU's images. The guard removes it if the dumper dies
             before ``release``.
         lock: Descriptor that marks ``workdir`` as in use (`icecore.host.workdir`); the guard and
             CRIU inherit it. -1: none.
-        start_timeout: Seconds the guard process may take to start.
     """
 
-    def __init__(self, workdir: str, *, lock: int = -1, start_timeout: float = 30.0) -> None:
+    def __init__(self, workdir: str, *, lock: int = -1) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.settimeout(_START_SECONDS)  # for what is sent
         self._socket = ours
@@ -71,18 +70,25 @@ class DumpGuard:
         self.end_seconds = _END_SECONDS
         self._lock = threading.Lock()
         self._group: Path | None = None
-        try:
-            ready = self._expect("ready", start_timeout)
-            #: The ``oom_score_adj`` of the guard, which CRIU and the GPU helper inherit.
-            self.oom_score = int(str(ready["oom_score"]))
-        except BaseException:
-            self.release()
-            raise
+        self._oom_score: int | None = None
 
     @property
     def pid(self) -> int:
         """Process id of the guard."""
         return self._process.pid
+
+    def wait_ready(self) -> int:
+        """Wait until the guard process has started. `prepare` and `start` do so, too.
+
+        Returns:
+            Its ``oom_score_adj``, which CRIU and the GPU helper inherit.
+
+        Raises:
+            DumpFailed: It has ended, or takes too long.
+        """
+        if self._oom_score is None:
+            self._oom_score = int(str(self._expect("ready", _START_SECONDS)["oom_score"]))
+        return self._oom_score
 
     def _send(self, order: Mapping[str, object], *passed: socket.socket) -> None:
         try:
@@ -134,6 +140,7 @@ class DumpGuard:
         Raises:
             DumpFailed: The guard gives no answer in time, or CRIU cannot be started.
         """
+        self.wait_ready()
         ours, theirs = socket.socketpair()
         with self._lock:
             self._pages = ours
@@ -215,6 +222,7 @@ class DumpGuard:
         Raises:
             DumpFailed: The program cannot be started.
         """
+        self.wait_ready()
         if self._pages is None:
             self.ended(_START_SECONDS)  # the guard does not answer before
         self._send({"start": list(command)}, control)
@@ -281,6 +289,8 @@ class DumpGuard:
         May be called twice.
         """
         self.hang_up()
+        if self._oom_score is None:
+            self._process.kill()  # it has not started anything
         with contextlib.suppress(GuardLost):
             self._send({"release": True})
         self._socket.close()

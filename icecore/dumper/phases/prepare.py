@@ -96,11 +96,35 @@ class Ready(msgspec.Struct, frozen=True):
     data: DataDirectories | None = None
 
 
-def prepare(request: Request, accepted: Accepted, stack: ExitStack) -> Ready:
+class Begun(msgspec.Struct, frozen=True):
+    """What starts while preflight looks at the tree.
+
+    Attributes:
+        images: CRIU's image directory.
+        guard: The process that will run CRIU; it may not be ready yet.
+    """
+
+    images: Path
+    guard: DumpGuard
+
+
+def begin(request: Request, stack: ExitStack) -> Begun:
+    """Start what takes a while and does not depend on the tree.
+
+    Args:
+        stack: Undoes it.
+    """
+    images, lock = _make_workdir(request, stack)
+    guard = DumpGuard(str(images), lock=lock)
+    stack.callback(guard.release)
+    return Begun(images, guard)
+
+
+def prepare(request: Request, accepted: Accepted, begun: Begun, stack: ExitStack) -> Ready:
     """Set up the window.
 
     Args:
-        stack: Undoes, in reverse, everything that is begun here.
+        stack: Undoes, in reverse, everything that is set up here.
 
     Raises:
         PreflightRefused: A GPU process is in a state in which it cannot be dumped.
@@ -108,8 +132,7 @@ def prepare(request: Request, accepted: Accepted, stack: ExitStack) -> Ready:
         StoreError: The storage failed.
     """
     found, options = accepted.found, request.options
-    images, lock = _make_workdir(request, stack)
-    guard = _start_guard(request, images, lock, stack)
+    images, guard = begun.images, begun.guard
     devices = _devices(request, found, guard, images, stack)
     threads = options.scan_threads or limits.threads_for(
         SCAN_THREADS if native_scan_lacks() else NATIVE_SCAN_THREADS
@@ -159,6 +182,7 @@ def prepare(request: Request, accepted: Accepted, stack: ExitStack) -> Ready:
         with storing.staging.limited(PRE_COPY_STAGING):
             data.look_ahead(lambda: _open_files(request), once=True)
     storing.pipeline.close_gate()
+    _warn_if_unprotected(request, guard)
     window = _window(request, images, guard, storing)
     return Ready(
         images, guard, devices, storing, copied, shared, files, hiding, claim, window, data
@@ -262,17 +286,16 @@ def _make_workdir(request: Request, stack: ExitStack) -> tuple[Path, int]:
     return images, lock
 
 
-def _start_guard(request: Request, images: Path, lock: int, stack: ExitStack) -> DumpGuard:
-    guard = DumpGuard(str(images), lock=lock)
-    stack.callback(guard.release)
-    if guard.oom_score > oom.PROTECTED:
+def _warn_if_unprotected(request: Request, guard: DumpGuard) -> None:
+    """Warn if the kernel may choose CRIU to end when memory is short."""
+    score = guard.wait_ready()
+    if score > oom.PROTECTED:
         request.emit(
             Event(
                 "dump.unprotected",
-                {"oom_score": guard.oom_score, "wanted": oom.PROTECTED, "cure": oom.CURE},
+                {"oom_score": score, "wanted": oom.PROTECTED, "cure": oom.CURE},
             )
         )
-    return guard
 
 
 def _devices(
