@@ -167,20 +167,23 @@ def dump(
 
 def _run_until_fit(request: Request, hooks: Hooks) -> Committed:
     """Run the phases, and start over if a process started to use a GPU after the inspection, as the
-    process that starts torch.compile's compilers does, if one that used a GPU has ended, if CRIU
-    could not stop a tree with device memory, or if the job had a file open that a restore would not
-    find.
+    process that starts torch.compile's compilers does, if a process without device memory has ended,
+    if CRIU could not stop a tree with device memory, or if the job had a file open that a restore
+    would not find.
     """
+    began = DeathWatch(request.target.pid, request.target.job)
     for pause in (*[_REPEAT_PAUSE] * (_REPEATS - 1), None):
         deaths = DeathWatch(request.target.pid, request.target.job)
         try:
-            with ExitStack() as stack, deaths.explaining():
+            # Between two attempts, only `began` watches.
+            with began.explaining(), ExitStack() as stack, deaths.explaining():
                 committed = _run(request, hooks, deaths, stack)
             break
         except (GpusChanged, ProcessEnded, ProcFileOpen, TreeRestless) as error:
             final = isinstance(error, TreeRestless) and error.final
             if pause is None or final or not _runs(request.target.pid):
                 raise
+            began.watch([request.target.pid])
             request.emit(Event("dump.retry", {"error": str(error), "pause": pause}))
         time.sleep(pause)
     return committed

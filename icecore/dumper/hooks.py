@@ -19,6 +19,10 @@ from icecore.host.jobs.shell import run_shell
 _QUOTED_BYTES = 300
 
 
+class BeforeFailed(DumpFailed):
+    """The command before the dump failed, and nothing was stopped."""
+
+
 class Hooks(msgspec.Struct):
     """The commands around one dump.
 
@@ -37,13 +41,13 @@ class Hooks(msgspec.Struct):
         """Run the command before the dump.
 
         Raises:
-            DumpFailed: It failed.
+            BeforeFailed: It failed.
         """
         self.begun = True
         try:
             self.run(self.options.before)
         except HookFailed as error:
-            raise DumpFailed(error.message) from error
+            raise BeforeFailed(error.message) from error
 
     def run(self, command: str) -> None:
         """Run a shell command within the time allowed; it sees ICECORE_JOB, ICECORE_PID and

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
@@ -310,11 +311,14 @@ def test_a_process_that_uses_cuda_for_a_moment(store: Store, launch: Launch, wor
 
 
 @pytest.mark.parametrize(
-    "moment", [("dump.criu", "begin"), ("dump.window", "begin")], ids=lambda moment: moment[0]
+    "moment",
+    [("dump.criu", "begin"), ("dump.window", "begin"), ("dump.gpu.checkpoint", "begin")],
+    ids=lambda moment: moment[0],
 )
 def test_a_process_without_a_context_that_ends(
     moment: tuple[str, str], store: Store, launch: Launch, world: World
 ) -> None:
+    """Until all processes are locked, it is left out; after that, the dump starts over."""
     target = launch([GPUS[0], GPUS[0]])
     other = next(pid for pid in procfs.tree(target.pid) if pid != target.pid)
     world.more["no_context"] = [other]
@@ -326,8 +330,47 @@ def test_a_process_without_a_context_that_ends(
 
     events = Events({moment: end})
     snapshot = store.dump(target.pid, events=events).snapshot
-    assert not events.named("dump.retry") and store.snapshots() == [snapshot]
+    assert len(events.named("dump.retry")) == (moment[0] == "dump.gpu.checkpoint")
+    assert store.snapshots() == [snapshot]
     assert not standing(target.pid)
+
+
+def test_a_job_whose_processes_end_one_by_one(store: Store, launch: Launch, world: World) -> None:
+    """It has ended when the dump would start over."""
+    target = launch([GPUS[0], GPUS[0]])
+    other = next(pid for pid in procfs.tree(target.pid) if pid != target.pid)
+    world.more["no_context"] = [other]
+    world.write()
+
+    def ending(pid: int) -> Callable[[object], None]:
+        def end(_: object) -> None:
+            os.kill(pid, signal.SIGKILL)
+            assert eventually(lambda: not procfs.exists(pid) or procfs.is_over(pid))
+
+        return end
+
+    events = Events(
+        {("dump.gpu.checkpoint", "begin"): ending(other), ("dump.retry", ""): ending(target.pid)}
+    )
+    with pytest.raises(DumpFailed, match=f"process {target.pid}.* ended during the dump"):
+        store.dump(target.pid, events=events)
+    assert len(events.named("dump.retry")) == 1 and store.snapshots() == []
+
+
+def test_a_command_that_fails_is_not_excused_by_a_process_that_ends(
+    store: Store, launch: Launch, world: World, tmp_path: Path
+) -> None:
+    target = launch([GPUS[0], GPUS[0]])
+    other = next(pid for pid in procfs.tree(target.pid) if pid != target.pid)
+    world.more["no_context"] = [other]
+    world.write()
+    ran = tmp_path / "ran"
+    command = f"echo >> {ran}; kill -9 {other}; sleep 0.2; echo not now; exit 1"
+    events = Events()
+    with pytest.raises(DumpFailed, match="not now"):
+        store.dump(target.pid, DumpOptions(before=command), events=events)
+    assert ran.read_text() == "\n" and not events.named("dump.retry")
+    assert store.snapshots() == []
 
 
 @pytest.mark.parametrize("state", ["begin", "end"], ids=["before the window", "in the window"])

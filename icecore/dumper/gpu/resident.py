@@ -19,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
+
 from icecore.dumper.gpu.resident_ahead import find_changes
 from icecore.dumper.gpu.resident_copy import ResidentCopy
 from icecore.dumper.gpu.resident_precopy import ResidentPreCopied, pre_copy_resident
@@ -180,6 +182,7 @@ class Resident:
         free = self._worker.begin(sorted(sizes))
         self._spare = {device: spare_room(some) for device, some in free.items()}
         changed: Mapping[str, int]
+        looked = 0
         try:
             tokens = {pid: report.token for pid, report in self._tree.reports.items()}
             found = find_changes(self._worker, self._place, agents, tokens, parent, context.seed)
@@ -187,7 +190,7 @@ class Resident:
                 "looked": found.looked,
                 "changed": sum(found.changed.values()),
             }
-            changed = found.changed
+            changed, looked = found.changed, found.looked
         except IcecoreError as error:  # `take_away` reports a worker that has ended
             said = {"not_looked": error.message}
             changed = {} if parent else sizes
@@ -216,7 +219,9 @@ class Resident:
             likely=likely,
             staging=staging_bytes,
             available=available,
-            growing=parent is None or sum(sizes.values()) > _allocated_in(parent.manifest),
+            # Otherwise it is known what has changed in all of the memory that the parent has.
+            growing=parent is None
+            or not looked == sum(sizes.values()) == _allocated_in(parent.manifest),
         )
         self._region = HostRegion((RING + most // CELL_BYTES) * CELL_BYTES)
         self._region.prefault(self._over)
@@ -481,7 +486,8 @@ def _copies(pids: Collection[int]) -> Copies:
 def _changed_in(manifest: Manifest) -> int:
     """Return how many bytes of resident memory had changed in a snapshot, at the most."""
     sizes = manifest.sizes
-    return sizes.changed if sizes.resident_changed is None else sizes.resident_changed
+    known = sizes.resident_changed
+    return sizes.changed if known is msgspec.UNSET else known
 
 
 def _allocated_in(manifest: Manifest) -> int:

@@ -7,15 +7,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
-from icecore.errors import DumpFailed, HookFailed, IcecoreError, NotFound, StoreError, UsageError
+from icecore.dumper.hooks import BeforeFailed
+from icecore.errors import (
+    DumpFailed,
+    HookFailed,
+    IcecoreError,
+    NotFound,
+    StoreError,
+    UsageError,
+    WindowExceeded,
+)
 from icecore.host.kernel import procfs
 
 #: Failures that the end of a process does not cause.
-_OTHERS = (HookFailed, StoreError, UsageError)
+_OTHERS = (BeforeFailed, HookFailed, StoreError, UsageError)
 
 
 class ProcessEnded(DumpFailed):
-    """A process of the tree, but not its first, ended during the dump. Another dump may succeed."""
+    """A process without device memory ended during the dump. Another dump may succeed."""
 
 
 class DeathWatch:
@@ -30,9 +39,15 @@ class DeathWatch:
         self._root = root
         self._job = job
         self._began: dict[int, int] = {}
+        self._brief: set[int] = set()
 
-    def watch(self, pids: Iterable[int]) -> None:
-        """Watch processes of the tree from now on."""
+    def watch(self, pids: Iterable[int], brief: Iterable[int] = ()) -> None:
+        """Watch processes of the tree from now on.
+
+        Args:
+            brief: Those that may end without loss for the job.
+        """
+        self._brief.update(brief)
         for pid in pids:
             with suppress(NotFound):
                 self._began.setdefault(pid, procfs.start_time(pid))
@@ -43,9 +58,7 @@ class DeathWatch:
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Turn a failure into a `DumpFailed` that names the process whose end caused it:
-        `ProcessEnded`, unless that was the first process of the job.
-        """
+        """Turn a failure into a `DumpFailed` that names the process whose end caused it."""
         try:
             yield
         except (IcecoreError, OSError) as error:  # OSError: its files in /proc are missing
@@ -57,7 +70,9 @@ class DeathWatch:
                     f"job {self._job} (process {self._root}) ended during the dump",
                     cure="'icecore ps -a' shows how it ended",
                 ) from error
-            raise ProcessEnded(
+            # A window that was too long would be too long again.
+            again = self._brief.issuperset(ended) and not isinstance(error, WindowExceeded)
+            raise (ProcessEnded if again else DumpFailed)(
                 f"process {ended[0]} of job {self._job} ended during the dump",
                 cure="dump it again",
             ) from error

@@ -51,7 +51,7 @@ def commit(
     """Store everything and commit it. Then end the job, if the dump is to end it.
 
     Args:
-        deaths: Stops watching the processes before they are killed.
+        deaths: Stops watching the processes, whose end no longer matters.
 
     Raises:
         DumpFailed: A process does not run again, or does not end although it should.
@@ -62,13 +62,13 @@ def commit(
         _require_running(result.tree)
     stored = _store(request, ready, result)
     manifest = _manifest(request, accepted, ready, result, stored)
+    deaths.forget()
     snapshot = ready.storing.writer.commit(manifest)
     if devices is not None and target.status and not result.ends:
         devices.outlive(target.pid, Path(target.status))
     if result.ends:
         if devices is not None:
             devices.leave()
-        deaths.forget()
         if target.directory:
             note_end(Path(target.directory), snapshot)
         ready.window.kill(list(result.tree.standing.pids))

@@ -58,7 +58,9 @@ def _preflight(request: Request, deaths: DeathWatch) -> Accepted:
         raise PreflightRefused([(r.name, r.message, r.cure) for r in refusals])
     deaths.watch([target.pid])
     found = _inspect(request)
-    deaths.watch([one.pid for one in found.gpus.processes] if found.gpus is not None else [])
+    if found.gpus is not None:
+        brief = [one.pid for one in found.gpus.without_context]
+        deaths.watch([one.pid for one in found.gpus.processes], brief)
     require(found)
     _require_one_mount_namespace(request, found)
     _require_seen(request)

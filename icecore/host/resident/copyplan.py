@@ -101,8 +101,8 @@ def pinned_bytes(
         staging: Bytes that may need room unexpectedly. They are pinned if a device has too little
             room beyond what is expected to need it.
         available: Bytes of the host's memory that may be taken at all.
-        growing: Whether the job may allocate more before the window. If so, all of its allocations
-            are expected to need room, otherwise only what is likely to change.
+        growing: Whether the job may allocate more before the window, or change what is not known to
+            change. If so, all of its allocations are expected to need room.
     """
     short = min(likely, sum(max(0, size - spare.get(device, 0)) for device, size in wanted.items()))
     expected = sizes if growing else wanted

@@ -231,6 +231,10 @@ class Allocation(msgspec.Struct, frozen=True):
     imported: bool = False
     exported: bool = False
 
+    def __repr__(self) -> str:
+        """Leave out the token."""
+        return f"Allocation({self.identity}, {self.address:#x}, {self.size}, {self.device})"
+
     @property
     def flags(self) -> int:
         """As a packet has them."""

@@ -156,7 +156,7 @@ class Namespaces(msgspec.Struct, frozen=True):
 class Sizes(msgspec.Struct, frozen=True):
     """Bytes of this snapshot: ``logical`` data pages, ``changed`` against the parent, ``stored``
     new bytes in shards, by codec name. ``resident_changed`` is the part of ``changed`` that is
-    resident device memory; None where that was not recorded.
+    resident device memory, where that was recorded.
     """
 
     logical: Number = 0
@@ -165,7 +165,7 @@ class Sizes(msgspec.Struct, frozen=True):
     stored: Number = 0
     device: Number = 0
     by_codec: Annotated[dict[str, Number], Few] = {}
-    resident_changed: Number | None = None
+    resident_changed: Number | msgspec.UnsetType = msgspec.UNSET
 
 
 class Manifest(msgspec.Struct, frozen=True):
