@@ -310,6 +310,15 @@ def test_a_process_that_uses_cuda_for_a_moment(store: Store, launch: Launch, wor
     target.wait_steps(3)
 
 
+def with_one_without_context(launch: Launch, world: World) -> tuple[Target, int]:
+    """Start two GPU processes, the second of which has no context; return the job and its pid."""
+    target = launch([GPUS[0], GPUS[0]])
+    other = next(pid for pid in procfs.tree(target.pid) if pid != target.pid)
+    world.more["no_context"] = [other]
+    world.write()
+    return target, other
+
+
 @pytest.mark.parametrize(
     "moment",
     [("dump.criu", "begin"), ("dump.window", "begin"), ("dump.gpu.checkpoint", "begin")],
@@ -319,10 +328,7 @@ def test_a_process_without_a_context_that_ends(
     moment: tuple[str, str], store: Store, launch: Launch, world: World
 ) -> None:
     """Until all processes are locked, it is left out; after that, the dump starts over."""
-    target = launch([GPUS[0], GPUS[0]])
-    other = next(pid for pid in procfs.tree(target.pid) if pid != target.pid)
-    world.more["no_context"] = [other]
-    world.write()
+    target, other = with_one_without_context(launch, world)
 
     def end(_: object) -> None:
         os.kill(other, signal.SIGKILL)
@@ -337,10 +343,7 @@ def test_a_process_without_a_context_that_ends(
 
 def test_a_job_whose_processes_end_one_by_one(store: Store, launch: Launch, world: World) -> None:
     """It has ended when the dump would start over."""
-    target = launch([GPUS[0], GPUS[0]])
-    other = next(pid for pid in procfs.tree(target.pid) if pid != target.pid)
-    world.more["no_context"] = [other]
-    world.write()
+    target, other = with_one_without_context(launch, world)
 
     def ending(pid: int) -> Callable[[object], None]:
         def end(_: object) -> None:
@@ -360,10 +363,7 @@ def test_a_job_whose_processes_end_one_by_one(store: Store, launch: Launch, worl
 def test_a_command_that_fails_is_not_excused_by_a_process_that_ends(
     store: Store, launch: Launch, world: World, tmp_path: Path
 ) -> None:
-    target = launch([GPUS[0], GPUS[0]])
-    other = next(pid for pid in procfs.tree(target.pid) if pid != target.pid)
-    world.more["no_context"] = [other]
-    world.write()
+    target, other = with_one_without_context(launch, world)
     ran = tmp_path / "ran"
     command = f"echo >> {ran}; kill -9 {other}; sleep 0.2; echo not now; exit 1"
     events = Events()
