@@ -49,7 +49,7 @@ class Job:
         self.states = [folder / f"state{number}" for number in range(gpus)]
         for state in self.states:
             state.mkdir()
-        self._log = open(folder / "job.log", "wb")  # noqa: SIM115 - closed on leaving
+        self._log = folder / "job.log"
         work = [
             [sys.executable, str(_JOB), str(state), str(gib), str(n % (present or gpus)), *more]
             for n, state in enumerate(self.states)
@@ -60,14 +60,16 @@ class Job:
             run = "import subprocess, sys; [p.wait() for p in [subprocess.Popen(a) for a in eval(sys.argv[1])]]"
             command = [sys.executable, "-c", run, repr(work)]
         inherited = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-            start_new_session=True,
-            env={**inherited, **(environment or {})},
-        )
+        # Closed at once: a restore refuses to replace a file that another process writes to.
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**inherited, **(environment or {})},
+            )
         self.pid = self.process.pid
 
     def wait_step(self, since_ns: int) -> int:
@@ -75,9 +77,7 @@ class Job:
         end = time.monotonic() + SECONDS
         while (at := min(map(self._last, self.states))) <= since_ns:
             if time.monotonic() > end:
-                raise RuntimeError(
-                    f"no step: {Path(self._log.name).read_text(errors='replace')[-1500:]}"
-                )
+                raise RuntimeError(f"no step: {self._log.read_text(errors='replace')[-1500:]}")
             time.sleep(0.0005)
         return at
 
@@ -108,7 +108,6 @@ class Job:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait(60)
-        self._log.close()
 
 
 class Calls:
