@@ -45,7 +45,7 @@ class DeathWatch:
         """Watch processes of the tree from now on.
 
         Args:
-            brief: Those that may end without loss for the job.
+            brief: Those of them whose end costs the job nothing.
         """
         self._brief.update(brief)
         for pid in pids:
