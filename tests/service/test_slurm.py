@@ -133,9 +133,11 @@ def test_preempted_jobs_go_on_on_another_node(cluster: Cluster) -> None:
         until(lambda: cluster.lines(out)[-1:] == [f"line {count - 1}"], "whole", 180)  # noqa: B023
         assert cluster.lines(out) == [f"line {number}" for number in range(count)]
         until(lambda: cluster.about(job)["JobState"] == "COMPLETED", "completed", 30)  # noqa: B023
+    about, preempting = cluster.about(first), cluster.about(other)
     cluster.slurm("scancel", other)
-    about = cluster.about(first)
-    assert about["Restarts"] == "1" and about["NodeList"] != node
+    assert about["Restarts"] == "1"
+    # Slurm may give the node to the first job once more before the other one gets it.
+    assert about["NodeList"] != node or preempting["StartTime"] >= about["EndTime"]
     said = (cluster.folder / "first.err").read_text()
     assert "SIGUSR1; stopping it with a snapshot" in said and "was restored from" in said
 
