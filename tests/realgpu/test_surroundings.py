@@ -4,6 +4,10 @@ filter against io_uring.
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 import icecore
@@ -40,6 +44,13 @@ while True:
     print(number, flush=True)
     time.sleep(0.02)
 """
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A folder that the job sees with a private /tmp, too."""
+    with tempfile.TemporaryDirectory(prefix="icecore-test-", dir=Path.home()) as folder:
+        yield Path(folder)
 
 
 @pytest.mark.parametrize("resident", [True, False], ids=["resident", "driver"])

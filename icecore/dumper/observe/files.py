@@ -17,6 +17,7 @@ from icecore.dumper.options import DumpOptions
 from icecore.errors import DumpFailed, NotFound
 from icecore.host.kernel import libc, procfs
 from icecore.host.kernel.filesystem import may_be_in_memory
+from icecore.host.kernel.map_files import MappedFiles
 from icecore.host.kernel.timestamps import shows_later_writes
 from icecore.store.format.manifest import FilePolicy, OpenFile
 
@@ -105,46 +106,45 @@ def find_files(
     """
     found: dict[tuple[int, int], FoundFile] = {}
     direct: set[tuple[int, int]] = set()
-    for pid, own in opened.items():
-        with suppress(NotFound), procfs.looking_at(pid):  # it may end, but only before the window
-            for descriptor in own.descriptors:
-                if not stat.S_ISREG(descriptor.mode) or not descriptor.target.startswith("/"):
-                    continue
-                writable = (descriptor.flags & os.O_ACCMODE) != os.O_RDONLY
-                if descriptor.flags & os.O_DIRECT:
-                    direct.add((descriptor.device, descriptor.inode))
-                _add(
-                    found,
-                    f"/proc/{pid}/fd/{descriptor.number}",
-                    descriptor.target,
-                    writable,
-                    False,
-                    options,
-                    looked_ns,
-                )
-            for mapping in own.mappings:
-                if not mapping.inode or not mapping.path.startswith("/"):
-                    continue
-                reach = f"/proc/{pid}/map_files/{mapping.start:x}-{mapping.end:x}"
-                key = (os.makedev(*mapping.device), mapping.inode)
-                known = key in found and not mapping.path.endswith(_DELETED)
-                if known and found[key].mapped_writable:
-                    continue
-                shared_writable = bool(mapping.flags & procfs.MAP_SHARED) and (
-                    bool(mapping.protection & procfs.PROT_WRITE)
-                    or (not _is_special(mapping.path, reach) and _may_become_writable(reach))
-                )
-                if known and not shared_writable:
-                    continue
-                _add(
-                    found,
-                    reach,
-                    mapping.path,
-                    shared_writable,
-                    shared_writable,
-                    options,
-                    looked_ns,
-                )
+    with MappedFiles() as links:
+        for pid, own in opened.items():
+            # It may end, but only before the window.
+            with suppress(NotFound), procfs.looking_at(pid):
+                for descriptor in own.descriptors:
+                    if not stat.S_ISREG(descriptor.mode) or not descriptor.target.startswith("/"):
+                        continue
+                    writable = (descriptor.flags & os.O_ACCMODE) != os.O_RDONLY
+                    if descriptor.flags & os.O_DIRECT:
+                        direct.add((descriptor.device, descriptor.inode))
+                    _add(
+                        found,
+                        f"/proc/{pid}/fd/{descriptor.number}",
+                        descriptor.target,
+                        writable,
+                        False,
+                        options,
+                        looked_ns,
+                    )
+                for mapping in own.mappings:
+                    if not mapping.inode or not mapping.path.startswith("/"):
+                        continue
+                    reach = f"/proc/{pid}/map_files/{mapping.start:x}-{mapping.end:x}"
+                    key = (os.makedev(*mapping.device), mapping.inode)
+                    known = key in found and not mapping.path.endswith(_DELETED)
+                    if known and found[key].mapped_writable:
+                        continue
+                    shared_writable = _is_writable(pid, mapping, reach, links)
+                    if known and not shared_writable:
+                        continue
+                    _add(
+                        found,
+                        reach,
+                        mapping.path,
+                        shared_writable,
+                        shared_writable,
+                        options,
+                        looked_ns,
+                    )
     files = [replace(file, direct=file.identity in direct) for file in found.values()]
     return sorted(files, key=lambda f: f.about.path)
 
@@ -166,19 +166,18 @@ def _is_special(target: str, reach: str) -> bool:
         return True  # closed or unmapped since, which happens only before the window
 
 
-def _may_become_writable(reach: str) -> bool:
-    """Return whether mprotect(2) can make a shared mapping writable.
-
-    It can if the file was opened for writing. Stores to pages that are already dirty do not change
-    the file's times.
+def _is_writable(pid: int, mapping: procfs.Mapping, reach: str, links: MappedFiles) -> bool:
+    """Return whether a mapping is shared and writable, or mprotect(2) can make it so. Stores to pages
+    that are already dirty do not change the file's times.
 
     Args:
-        reach: The link in /proc/PID/map_files; its mode shows how the file was opened.
+        reach: The link in /proc/PID/map_files.
     """
-    try:
-        return bool(os.lstat(reach).st_mode & stat.S_IWUSR)
-    except (FileNotFoundError, ProcessLookupError):
-        return False  # unmapped since, which happens only before the window
+    if not mapping.flags & procfs.MAP_SHARED:
+        return False
+    if mapping.protection & procfs.PROT_WRITE:
+        return True
+    return not _is_special(mapping.path, reach) and links.opened_for_writing(pid, mapping)
 
 
 def _add(

@@ -31,13 +31,15 @@ def dump_environment(hidden: str | None, hold: str = "") -> dict[str, str]:
     what need not be copied (icecore/host/criu/memcpy.c) nor put memory into pipes
     (icecore/host/criu/pages.c), stays out of the job's working directory
     (icecore/host/criu/proc.c), remembers what the kernel can do (icecore/host/criu/facts.c), takes
-    smaps from copies (icecore/host/criu/mappings.c), does not look for tracked connections where
-    there are none (icecore/host/criu/conntrack.c), and starts its action script once
+    smaps from copies (icecore/host/criu/mappings.c), knows how mapped files were opened
+    (icecore/host/criu/map_files.c), does not look for tracked connections where there are none
+    (icecore/host/criu/conntrack.c), and starts its action script once
     (icecore/host/criu/scripts.c).
 
     Without it a window is longer by some 7 ms for each GiB of addresses that its processes have
-    reserved, and by some 45 ms for each GiB of small pages that they use, and dumps of two jobs at
-    one moment can fail.
+    reserved, and by some 45 ms for each GiB of small pages that they use, dumps of two jobs at one
+    moment can fail, and so can the restore of a job that mapped a file where an earlier snapshot
+    found another.
 
     Args:
         hidden: Path of a file for what CRIU is kept from seeing (`icecore.host.criu.hidden`); None:

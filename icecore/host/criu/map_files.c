@@ -1,10 +1,16 @@
-/* Preloaded into CRIU: tells it without the kernel which mappings have no file.
+/* Preloaded into CRIU: corrects and shortens what the kernel says of /proc/PID/map_files.
  *
- * CRIU (4.0 to 4.2: criu/proc_parse.c, vma_get_mapfile) looks up the link of each mapping in
- * /proc/PID/map_files. It opens the link (mappings.c) unless the mapping before had no file either,
- * and takes ENOENT for "no file". For each call, the kernel looks up the process and its mapping
- * again. A process with many libraries has hundreds of mappings without a file, and the tree stands
- * still meanwhile. For mappings of files, the kernel answers as before.
+ * CRIU (4.0 to 4.2: criu/proc_parse.c, vma_get_mapfile) looks up the link of each mapping. It opens
+ * the link (mappings.c) unless the mapping before had no file either, and takes ENOENT for "no file".
+ * For each call, the kernel looks up the process and its mapping again. A process with many libraries
+ * has hundreds of mappings without a file, and the tree stands still meanwhile. So for these, it gets
+ * ENOENT without the kernel.
+ *
+ * CRIU takes the mode of the link for the way in which the file was opened, and a restore opens it so
+ * again. But the kernel (6.18: fs/proc/base.c, map_files_d_revalidate) sets the mode when a link is
+ * first looked up, and keeps it for as long as a file is mapped at these addresses: it may be that of
+ * an earlier mapping, which an earlier snapshot looked up. So the mode follows the mapping's flags. A
+ * private mapping needs no file that was opened for writing.
  */
 #define _GNU_SOURCE
 #include "process_maps.h"
@@ -16,36 +22,41 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-bool names_no_file(int directory, const char *name)
+const struct mapping *named_mapping(int directory, const char *name)
 {
 	static struct owner last;
 	char *after;
 	size_t count;
 	uint64_t start, end;
 
-	if (!hidden_file() || directory < 0 || !name)
-		return false;
+	if (directory < 0 || !name)
+		return NULL;
 	start = strtoull(name, &after, 16);
 	if (after == name || *after != '-')
-		return false;
+		return NULL;
 	name = after + 1;
 	end = strtoull(name, &after, 16);
 	if (after == name || *after)
-		return false;
+		return NULL;
 	pid_t pid = owner_of(directory, "map_files", &last);
 	const struct mapping *all = pid ? mappings_of(pid, &count) : NULL;
 	if (!all)
-		return false;
+		return NULL;
 	const struct mapping *one = mapping_after(all, count, start);
-	return one < all + count && one->start == start && one->end == end && one->of_no_file;
+	return one < all + count && one->start == start && one->end == end ? one : NULL;
 }
 
 __attribute__((visibility("default"))) int fstatat64(
     int directory, const char *path, struct stat64 *about, int flags)
 {
-	if (names_no_file(directory, path)) {
+	const struct mapping *one = named_mapping(directory, path);
+
+	if (one && one->of_no_file) {
 		errno = ENOENT;
 		return -1;
 	}
-	return (int)syscall(SYS_newfstatat, (long)directory, path, about, (long)flags);
+	int result = (int)syscall(SYS_newfstatat, (long)directory, path, about, (long)flags);
+	if (!result && one && one->opened && flags & AT_SYMLINK_NOFOLLOW)
+		about->st_mode = (about->st_mode & ~(S_IRUSR | S_IWUSR)) | one->opened;
+	return result;
 }

@@ -1,4 +1,5 @@
-/* Preloaded into CRIU: it reads the copy of a process's smaps if there is one.
+/* Preloaded into CRIU: it reads the copy of a process's smaps if there is one. The mappings are
+ * remembered for the other files here (process_maps.c).
  *
  * CRIU (4.0 to 4.2: criu/proc_parse.c, parse_smaps) reads /proc/PID/smaps of one process after
  * another while the tree stands still. It needs only the lines of maps and the flags, but the
@@ -40,13 +41,12 @@ static int process_of(int directory)
 }
 
 /* Open the copy; -1: there is none. */
-static int open_copy(int directory)
+static int open_copy(int pid)
 {
 	const char *hidden = hidden_file();
-	int pid = hidden ? process_of(directory) : 0;
 	char path[4096];
 
-	if (!pid ||
+	if (!hidden ||
 	    snprintf(path, sizeof path, "%s.%d.smaps.log", hidden, pid) >= (int)sizeof path)
 		return -1;
 	int file = (int)syscall(SYS_openat, AT_FDCWD, path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW, 0);
@@ -66,12 +66,14 @@ __attribute__((visibility("default"))) int openat64(
 		mode = va_arg(more, mode_t);
 		va_end(more);
 	}
-	if (names_no_file(directory, path)) {
+	const struct mapping *one = named_mapping(directory, path);
+	if (one && one->of_no_file) {
 		errno = ENOENT;
 		return -1;
 	}
-	int copy = strcmp(path, "smaps") ? -1 : open_copy(directory);
-	return copy >= 0
-	    ? copy
-	    : (int)syscall(SYS_openat, (long)directory, path, (long)flags, (long)mode);
+	int pid = strcmp(path, "smaps") ? 0 : process_of(directory);
+	int file = pid ? open_copy(pid) : -1;
+	if (file < 0)
+		file = (int)syscall(SYS_openat, (long)directory, path, (long)flags, (long)mode);
+	return file >= 0 && pid && pid != getpid() ? take_mappings(pid, file) : file;
 }

@@ -1,4 +1,5 @@
-/* Preloaded into CRIU: reads what other files here need from /proc, once for each process.
+/* Preloaded into CRIU: what other files here need to know of a process's mappings, once for each
+ * process. It comes from the process's smaps, which CRIU opens first (mappings.c), or else from maps.
  *
  * CRIU has one thread, and handles one process after another, which stands still. Later, CRIU adds
  * mappings of its own to the process, for which it does not ask, and makes some readable, which
@@ -7,10 +8,12 @@
 #define _GNU_SOURCE
 #include "process_maps.h"
 
+#include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -36,17 +39,17 @@ const char *hidden_file(void)
 	return path;
 }
 
-/* Return the content of a file of /proc, which the caller frees; NULL if it cannot be read. */
-static char *contents(const char *path)
+/* Read the rest of a file, which the caller frees; NULL if it cannot be read. */
+static char *contents(int file, size_t *size)
 {
-	int file = open(path, O_RDONLY | O_CLOEXEC);
-	size_t room = ROOM, size = 0;
+	size_t room = ROOM;
 	char *text = malloc(room);
 	ssize_t got = -1;
 
-	while (file >= 0 && text && (got = read(file, text + size, room - size - 1)) > 0) {
-		size += (size_t)got;
-		if (room - size < ROOM / 2) {
+	*size = 0;
+	while (text && (got = read(file, text + *size, room - *size - 1)) > 0) {
+		*size += (size_t)got;
+		if (room - *size < ROOM / 2) {
 			char *larger = realloc(text, room *= 2);
 			if (!larger) {
 				got = -1;
@@ -55,18 +58,16 @@ static char *contents(const char *path)
 			text = larger;
 		}
 	}
-	if (file >= 0)
-		close(file);
 	if (got || !text) {
 		free(text);
 		return NULL;
 	}
-	text[size] = '\0';
+	text[*size] = '\0';
 	return text;
 }
 
-/* Parse a line of /proc/PID/maps (proc_pid_maps(5)); return false if it is none. Private memory
- * without a file is hideable, and that of a file if it is not executable. */
+/* Parse a line of /proc/PID/maps or smaps (proc_pid_maps(5)); return false if it does not begin a
+ * mapping. Private memory without a file is hideable, and that of a file if it is not executable. */
 static bool parse(const char *line, struct mapping *found)
 {
 	char executable, private;
@@ -81,6 +82,7 @@ static bool parse(const char *line, struct mapping *found)
 	line += name;
 	code = executable == 'x';
 	found->of_no_file = !inode && !major && !minor && (!*line || *line == '[');
+	found->opened = private == 'p' ? S_IRUSR : 0;
 	if (private != 'p')
 		found->hideable = false;
 	else if (inode)
@@ -93,41 +95,81 @@ static bool parse(const char *line, struct mapping *found)
 	return true;
 }
 
-const struct mapping *mappings_of(pid_t pid, size_t *count)
+/* Whether the flags of a mapping ("VmFlags: rd wr sh ...") contain a word of two letters. */
+static bool has_flag(const char *flags, const char *word)
 {
-	char path[32];
+	for (const char *at = strchr(flags, ' '); at; at = strchr(at + 1, ' '))
+		if (at[1] == word[0] && at[2] == word[1])
+			return true;
+	return false;
+}
+
+/* Remember the mappings that a text of maps or smaps lists; false: no memory. The text is changed. */
+static bool remember(pid_t pid, char *text)
+{
 	struct mapping found;
 	size_t room = 0;
 
-	if (known.pid == pid) {
-		*count = known.count;
-		return known.mappings;
-	}
 	free(known.mappings);
 	known.mappings = NULL;
 	known.pid = 0;
 	known.count = 0;
-	snprintf(path, sizeof path, "/proc/%d/maps", pid);
-	char *text = contents(path);
-	if (!text)
-		return NULL;
 	for (char *line = text, *end; (end = strchr(line, '\n')); line = end + 1) {
 		*end = '\0';
-		if (!parse(line, &found))
+		if (*line == 'V' && known.count && !strncmp(line, "VmFlags:", 8)) {
+			struct mapping *last = known.mappings + known.count - 1;
+			/* mmap(2) makes a mapping VM_SHARED if its file was opened for writing. */
+			if (!last->opened)
+				last->opened = has_flag(line, "sh") ? S_IRUSR | S_IWUSR : S_IRUSR;
+		}
+		if ((*line >= 'A' && *line <= 'Z') || !parse(line, &found))
 			continue;
 		if (known.count == room) {
 			struct mapping *more =
 			    realloc(known.mappings, (room = 2 * room + 64) * sizeof *more);
-			if (!more) {
-				free(text);
-				return NULL;
-			}
+			if (!more)
+				return false;
 			known.mappings = more;
 		}
 		known.mappings[known.count++] = found;
 	}
-	free(text);
 	known.pid = pid;
+	return true;
+}
+
+int take_mappings(pid_t pid, int smaps)
+{
+	size_t size = 0;
+	int copy = memfd_create("smaps", MFD_CLOEXEC);
+	char *text = copy < 0 ? NULL : contents(smaps, &size);
+	bool done = text && write(copy, text, size) == (ssize_t)size && !lseek(copy, 0, SEEK_SET) &&
+	    remember(pid, text);
+
+	free(text);
+	close(smaps);
+	if (!done && copy >= 0)
+		close(copy);
+	if (!done)
+		errno = ENOMEM;
+	return done ? copy : -1;
+}
+
+const struct mapping *mappings_of(pid_t pid, size_t *count)
+{
+	char path[32];
+	size_t size;
+
+	if (known.pid != pid) {
+		snprintf(path, sizeof path, "/proc/%d/maps", pid);
+		int file = open(path, O_RDONLY | O_CLOEXEC);
+		char *text = file < 0 ? NULL : contents(file, &size);
+		if (file >= 0)
+			close(file);
+		bool done = text && remember(pid, text);
+		free(text);
+		if (!done)
+			return NULL;
+	}
 	*count = known.count;
 	return known.mappings;
 }

@@ -1,0 +1,93 @@
+"""How the files of mappings were opened, as the links in /proc/PID/map_files tell.
+
+The kernel sets the mode of such a link when it is first looked up, and keeps it for as long as a file
+is mapped at these addresses (Linux 6.18: fs/proc/base.c, map_files_d_revalidate): it may be that of an
+earlier mapping. Each instance of the file system remembers links of its own, so a new instance tells
+how things are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import stat
+from contextlib import ExitStack
+from types import TracebackType
+
+from icecore.host.kernel import libc, procfs
+
+# <asm-generic/unistd.h> and <linux/mount.h>
+_FSOPEN, _FSCONFIG, _FSMOUNT = 430, 431, 432
+_CLOEXEC, _CREATE = 1, 6
+
+
+class MappedFiles:
+    """Tells how files were opened, as of the time when it is first asked about each mapping."""
+
+    def __init__(self) -> None:
+        self._owned = ExitStack()
+        self._proc: int | None = None
+        self._writable: dict[int, set[int]] = {}
+
+    def __enter__(self) -> MappedFiles:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._owned.close()
+
+    def opened_for_writing(self, pid: int, mapping: procfs.Mapping) -> bool:
+        """Return whether a shared mapping's file was opened for writing, so that mprotect(2) can make
+        the mapping writable. Return False if it was unmapped since.
+
+        Raises:
+            NotFound: The process has ended.
+        """
+        if self._proc is None and not self._writable:
+            try:
+                self._proc = _new_proc()
+            except PermissionError:
+                pass  # a filter or a security module forbids mounts
+            else:
+                self._owned.callback(os.close, self._proc)
+        if self._proc is None:
+            return mapping.start in self._writable_of(pid)
+        link = f"{pid}/map_files/{mapping.start:x}-{mapping.end:x}"
+        try:
+            return bool(os.lstat(link, dir_fd=self._proc).st_mode & stat.S_IWUSR)
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+
+    def _writable_of(self, pid: int) -> set[int]:
+        """Return the starts of the mappings whose flags say so. To read the flags, the kernel counts
+        all pages of the process.
+        """
+        found = self._writable.get(pid)
+        if found is None:
+            flags = procfs.read_maps(pid, vm_flags=True)
+            found = self._writable[pid] = {one.start for one in flags if "sh" in one.vm_flags}
+        return found
+
+
+def _new_proc() -> int:
+    """Return a descriptor of a new instance of /proc, which is mounted nowhere.
+
+    Raises:
+        OSError: The kernel refused; PermissionError if this process may not mount.
+    """
+    context = libc.syscall(_FSOPEN, b"proc", _CLOEXEC)
+    if context < 0:
+        raise libc.last_error("fsopen")
+    try:
+        if libc.syscall(_FSCONFIG, context, _CREATE, None, None, ctypes.c_int(0)) < 0:
+            raise libc.last_error("fsconfig")
+        mount: int = libc.syscall(_FSMOUNT, context, _CLOEXEC, 0)
+        if mount < 0:
+            raise libc.last_error("fsmount")
+    finally:
+        os.close(context)
+    return mount
