@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -349,7 +350,7 @@ class Capture:
         _require_no_proc_files(self._images, captured.standing)
         self._require_stored(captured)
         close_outside(self._images)
-        _rename(captured, self._images)
+        _rename(captured, self._images, None if self._options.stop else self._is_own)
         captured.surroundings = find_surroundings(
             self._images,
             captured.standing.pids,
@@ -455,14 +456,20 @@ def _require_no_proc_files(images: Path, standing: Standing) -> None:
             )
 
 
-def _rename(captured: Captured, images: Path) -> None:
+def _rename(captured: Captured, images: Path, is_own: Callable[[str], bool] | None) -> None:
     """Rename the files that lost their name to the name that CRIU will look for, which is known once
     CRIU's images are complete.
+
+    Args:
+        is_own: Returns whether a path is in a file system of the job's own. None: CRIU's links are
+            still there.
 
     Raises:
         DumpFailed: CRIU will look for a file under a name that a restore would not make.
     """
     links = LostNames(images, captured.standing.pids)
+    if is_own is not None:
+        links.make_unique(f".{secrets.token_hex(4)}", is_own)
     names = {identity: links.join(lost.reached) for identity, lost in captured.lost.items()}
     if left := links.left():
         raise DumpFailed(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from icecore.host.jobs.job import Job
+from icecore.host.jobs.namespaces import Isolation
 from icecore.host.jobs.registry import Registry
 from tests.host.target import eventually
 from tests.roundtrip.conftest import Trip
@@ -78,9 +80,8 @@ def test_files_whose_name_another_file_has(
         if others == "kept":
             assert (one, two) == (first, second)
             assert (folder / "file.1").read_text() == "content 1"
-        assert sorted(path.name for path in folder.iterdir()) == sorted(
-            ["file", *(["file.1", "file.2"] if others == "kept" else [])]
-        )
+        assert sorted(path.name for path in folder.iterdir()) == ["file", "file.1", "file.2"]
+        assert [(folder / name).stat().st_ino for name in ("file.1", "file.2")] == [one, two]
         assert (folder / "file").read_text() == "content 3"
     finally:
         if job.alive:
@@ -126,3 +127,123 @@ def test_a_file_that_lost_one_of_the_names_under_which_it_is_open(
         if job.alive:
             job.kill(signal.SIGKILL)
             job.wait(20)
+
+
+#: Has a named semaphore, as `multiprocessing` makes them where processes are not forked: glibc makes
+#: it under a temporary name, under which it is mapped, and links it to its own. The job takes it once,
+#: and prints whether another process, which opens it by its name, finds it taken.
+NAMED = """
+import multiprocessing, os, signal, sys
+def look(lock, out):
+    out.send(lock.acquire(block=False))
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    lock = context.Lock()
+    lock.acquire()
+    print("/dev/shm/sem." + lock._semlock.name.lstrip("/"), flush=True)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    while True:
+        signal.sigwait([signal.SIGUSR1])
+        ends = context.Pipe()
+        child = context.Process(target=look, args=(lock, ends[1]))
+        child.start()
+        print(ends[0].recv() if ends[0].poll(20) else "no answer", flush=True)
+        child.join()
+"""
+
+
+def named(trip: Trip, folder: Path, isolation: Isolation | None = None) -> tuple[Job, Path]:
+    """Start the job; return it and the path of its semaphore."""
+    script = folder / "named.py"
+    script.write_text(NAMED)
+    job = Registry(folder / "jobs").start(
+        [sys.executable, str(script)], name="named", cwd=folder, isolation=isolation
+    )
+    assert eventually(lambda: len(said(job)) == 1)
+    return job, Path(said(job)[0])
+
+
+def said(job: Job) -> list[str]:
+    return job.log_path("stdout").read_text().split()
+
+
+def is_taken(job: Job) -> bool:
+    """Whether another process finds the semaphore taken."""
+    before = len(said(job))
+    job.kill(signal.SIGUSR1)
+    assert eventually(lambda: len(said(job)) > before, seconds=30)
+    return said(job)[-1] == "False"
+
+
+@pytest.mark.parametrize("stop", [True, False])
+def test_a_semaphore_has_its_name_again(trip: Trip, tmp_path: Path, stop: bool) -> None:
+    """The name is gone, or another file has it, or what the killed job left."""
+    job, name = named(trip, tmp_path)
+    try:
+        assert is_taken(job)
+        snapshot = take(trip, job, stop=stop)
+        if not stop:
+            job.kill(signal.SIGKILL)
+        job.wait(20)
+        for now in ("same", "gone", "another", "that of the last instance"):
+            if now in ("gone", "another"):
+                name.unlink()
+            if now == "another":
+                name.write_bytes(bytes(32))
+            job = bring_back(trip, Registry(tmp_path / "jobs"), snapshot).job or job
+            assert is_taken(job), now
+            job.kill(signal.SIGKILL)
+            job.wait(20)
+    finally:
+        if job.alive:
+            job.kill(signal.SIGKILL)
+            job.wait(20)
+        name.unlink(missing_ok=True)
+
+
+def test_a_semaphore_in_a_private_root(trip: Trip, tmp_path: Path) -> None:
+    job, _ = named(trip, tmp_path, Isolation(root=True))
+    try:
+        snapshot = take(trip, job)
+        job.kill(signal.SIGKILL)
+        job.wait(20)
+        job = bring_back(trip, Registry(tmp_path / "jobs"), snapshot).job or job
+        assert is_taken(job)
+    finally:
+        if job.alive:
+            job.kill(signal.SIGKILL)
+            job.wait(20)
+
+
+def test_jobs_with_semaphores_come_back_at_once(trip: Trip, tmp_path: Path) -> None:
+    """In /dev/shm, which they share, CRIU gives the files of each job the same names for a moment."""
+    jobs: list[Job] = []
+    names, snapshots, links = [], [], []
+    try:
+        for number in range(3):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            job, name = named(trip, folder)
+            jobs.append(job)
+            names.append(name)
+            snapshots.append(take(trip, job))
+            manifest = trip.loop.run(trip.repository.manifest(snapshots[-1]))
+            links += [one.path for one in manifest.files if one.links == [str(name)]]
+            job.kill(signal.SIGKILL)
+            job.wait(20)
+        assert len(set(links)) == 3, "each has a name of its own"
+        with ThreadPoolExecutor(3) as pool:
+            restored = pool.map(
+                lambda one: bring_back(trip, Registry(tmp_path / str(one[0]) / "jobs"), one[1]).job,
+                enumerate(snapshots),
+            )
+        jobs = [job for job in restored if job is not None]
+        assert [is_taken(job) for job in jobs] == [True] * 3
+        assert not any(Path(link).exists() for link in links)
+    finally:
+        for job in jobs:
+            if job.alive:
+                job.kill(signal.SIGKILL)
+                job.wait(20)
+        for name in names:
+            name.unlink(missing_ok=True)

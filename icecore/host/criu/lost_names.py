@@ -7,11 +7,13 @@ show which files are the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from icecore.host.criu.images import (
+    FILES,
     LINKED,
+    REGULAR_FILE,
     REMAP_FPATH,
     Remap,
     load_files,
@@ -22,6 +24,7 @@ from icecore.host.criu.images import (
 from icecore.host.criu.opened_images import OpenedImages
 
 _ORIGINAL, _TARGET = 1, 2
+_REGULAR, _ID, _PATH = 3, 1, 6  # images/fdinfo.proto, images/regfile.proto
 
 
 class LostNames:
@@ -39,6 +42,33 @@ class LostNames:
         }
         self._files = {file.id: file for file in load_files(folder)} if self._left else {}
         self._reached = self._reach(pids) if self._left else {}
+
+    def make_unique(self, suffix: str, stays: Callable[[str], bool]) -> None:
+        """Add ``suffix`` to the names for which CRIU will look. Call this before `join`, and only if
+        CRIU has removed the links.
+
+        Args:
+            stays: Returns whether a path is in a file system of the job's own, which CRIU's images
+                contain with the link.
+
+        CRIU numbers the links of each dump from the beginning. Two jobs may have files in one
+        directory, /dev/shm for example, and be restored at the same time.
+        """
+        targets = {remap.target for remap in self._left.values()}
+        if not targets:
+            return
+        path = self._folder / "files.img"
+        entries = read_image(path, FILES)
+        for entry in entries:
+            if entry.integer(1) == REGULAR_FILE:
+                file = entry.message(_REGULAR)
+                number, name = file.integer(_ID), file.text(_PATH)
+                if number in targets and not stays(self._files[number].path):
+                    file.set(_PATH, name + suffix)
+                    entry.set(_REGULAR, file)
+        path.unlink()  # it may be shared with the repository
+        write_image(path, entries, FILES)
+        self._files = {file.id: file for file in load_files(self._folder)}
 
     def _reach(self, pids: Mapping[int, int]) -> dict[str, int]:
         """Map the paths under /proc of descriptors and mappings to the numbers of their files."""

@@ -47,12 +47,13 @@ class Action(msgspec.Struct, frozen=True):
     Attributes:
         kind: ``create`` it, ``replace`` it by another with the recorded content, ``rewrite`` its
             content in place (another name of it is still there), or ``truncate`` it to its recorded
-            size; ``fifo``: make a FIFO. Only in data directories: ``symlink``: make a symbolic link;
-            ``link``: make another name of a file; ``remove`` what is there.
+            size; ``fifo``: make a FIFO; ``link``: make another name of a file. Only in data
+            directories: ``symlink``: make a symbolic link; ``remove`` what is there.
         file: What the snapshot recorded.
         size, mtime_ns: Of the file that is there now; None for ``create`` and ``fifo``.
         content: Its content, if that is known already; None: its cells hold it.
-        data: It is in a data directory: it replaces whatever is there, except a directory.
+        data: It is in a data directory, or a ``link``: it replaces whatever is there, except a
+            directory.
         target: What a symbolic link contains; the path of the file that a ``link`` names.
         attributes: Extended attributes of a file that is made; None: those that it inherits.
         cleared: Another action removes first what is there.
@@ -167,6 +168,13 @@ def plan_files(
                     kept += max(outcome.size or 0, file.size)
                     outcome = replace(outcome, keep=kept <= _ALL_KEPT_BYTES)
                 actions.append(outcome)
+                if outcome.kind == "create" and file.links:
+                    named = [_plan_name(paths, file, name, allowed) for name in file.links]
+                    actions += [one for one in named if isinstance(one, Action)]
+                    problems += [one for one in named if isinstance(one, Problem)]
+                    exposed = exposed or not all(
+                        paths.guarded(os.path.dirname(name)) for name in file.links
+                    )
             elif isinstance(outcome, Problem):
                 problems.append(outcome)
             else:
@@ -337,6 +345,41 @@ def _plan_missing(
     if same_inode(paths.locate, file):
         return Action("rewrite", file, content=content)
     return Action("create", file, content=content)
+
+
+def _plan_name(
+    paths: JobPaths, file: OpenFile, name: str, allowed: Allowed
+) -> Action | Problem | None:
+    """Plan another name of a file that is made: processes may open it by that name. Whatever file has
+    the name now is replaced, as it would be if the job had opened it by that name.
+
+    Returns:
+        None if the name is the only one that a restore makes anyway.
+    """
+    if name == file.path:
+        return None
+    named = replace(file, path=name, links=[])
+    found = _find(paths, named)
+    if isinstance(found, Problem):
+        return found
+    if not _may_make(paths, name, allowed):
+        return Problem(
+            name,
+            f"it is missing, and user {allowed.user} may not make it there now",
+            "restore the file, or have an administrator restore the job, as root",
+        )
+    if found is None:
+        return Action("link", named, data=True, target=os.fsencode(file.path))
+    _, now = found
+    if not allowed.owns(now.st_uid):
+        return Problem(
+            name,
+            f"it belongs to user {now.st_uid}; the job is user {allowed.user}'s",
+            "move it away, or have an administrator restore the job, as root",
+        )
+    return Action(
+        "link", named, now.st_size, now.st_mtime_ns, data=True, target=os.fsencode(file.path)
+    )
 
 
 def _may_make(paths: JobPaths, path: str, allowed: Allowed) -> bool:

@@ -93,7 +93,7 @@ class PutBack:
         self._settled = list(settled)
         self._attributes = attributes or {}
         self._settles: list[Located] = []
-        #: Where the files of data directories are that were prepared, by path.
+        #: Where the files are that were prepared and that links name, by path.
         self._new: dict[str, Place] = {}
         self._actions = list(actions)
         self._folders = {folder.path: folder for folder in folders}
@@ -284,6 +284,7 @@ class PutBack:
                     change=msgspec.structs.replace(change, new=inode_of(os.fstat(descriptor))),
                 )
                 self._prepared.append(self._held(action, located, descriptor))
+                self._new[file.path] = located.temporary
             else:
                 self._prepared.append(_Prepared(action, located))
             if action.kind == "rewrite":
@@ -299,7 +300,9 @@ class PutBack:
                 self._links.append(Located(link, files.locate(file.path)))
 
     def _prepare_data(self, files: JobFiles, action: Action, change: Change) -> None:
-        """As `_prepare_one`, in a data directory: the name itself counts, whatever it is."""
+        """As `_prepare_one`, for a file of a data directory or another name of a file: the name itself
+        counts, whatever it is.
+        """
         path = action.file.path
         with _failing(f"prepare {path}", "let its owner write there, or use --files leave"):
             parent, name = os.path.split(path)
