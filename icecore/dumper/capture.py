@@ -34,6 +34,7 @@ from icecore.dumper.observe import asynchronous_io
 from icecore.dumper.observe.files import FoundFile, unchanged_since
 from icecore.dumper.observe.standing import Standing, observe
 from icecore.dumper.observe.surroundings import find_surroundings
+from icecore.dumper.observe.temporary import TemporaryFiles
 from icecore.dumper.options import DumpOptions
 from icecore.errors import DumpFailed, NotFound
 from icecore.events import Sink, phase
@@ -291,6 +292,12 @@ class Capture:
             about = msgspec.structs.replace(about, links=_other_names(file))
             captured.lost[file.identity] = Lost(file.lost)
         before = self._parent.file(about.path) if self._parent else None
+        if (
+            self._options.files == "content"
+            and _was_temporary(about, before)
+            and TemporaryFiles([*captured.standing.pids]).may_contain(about.path, about.size)
+        ):
+            about = msgspec.structs.replace(about, policy="content")
         if about.policy != "content":
             digest = (
                 _digest(file.reach, about.size)
@@ -485,6 +492,18 @@ def _rename(captured: Captured, images: Path, is_own: Callable[[str], bool] | No
     for identity, lost in captured.lost.items():
         if lost.content is not None and (name := names[identity]):
             lost.content.key = name
+
+
+def _was_temporary(file: OpenFile, before: OpenFile | None) -> bool:
+    """Return whether a file may be a temporary one that a restore has made before it started the
+    processes: the parent snapshot has its content, although the tree only read it.
+    """
+    return (
+        before is not None
+        and file.policy == "checked"
+        and (before.policy, before.writable) == ("content", False)
+        and (before.size, before.mtime_ns) == (file.size, file.mtime_ns)
+    )
 
 
 def _other_names(file: FoundFile) -> list[str]:

@@ -112,8 +112,10 @@ def registry(tmp_path: Path) -> Iterator[Registry]:
             job.wait(10)
 
 
-def take(trip: Trip, job: Job, *, stop: bool = False, emit: Sink = discard) -> str:
-    target = Target(job.pid, job.name, record=job.record())
+def take(
+    trip: Trip, job: Job, *, stop: bool = False, parent: str = "", emit: Sink = discard
+) -> str:
+    target = Target(job.pid, job.name, parent, record=job.record())
     return dump(
         trip.repository, trip.loop, target, DumpOptions(stop=stop), criu=trip.criu, emit=emit
     ).snapshot

@@ -13,6 +13,7 @@ from contextlib import suppress
 import msgspec
 from msgspec.structs import replace
 
+from icecore.dumper.observe.temporary import TemporaryFiles
 from icecore.dumper.options import DumpOptions
 from icecore.errors import DumpFailed, NotFound
 from icecore.host.kernel import libc, procfs
@@ -106,6 +107,7 @@ def find_files(
     """
     found: dict[tuple[int, int], FoundFile] = {}
     direct: set[tuple[int, int]] = set()
+    temporary = TemporaryFiles([*opened])
     with MappedFiles() as links:
         for pid, own in opened.items():
             # It may end, but only before the window.
@@ -123,6 +125,7 @@ def find_files(
                         writable,
                         False,
                         options,
+                        temporary,
                         looked_ns,
                     )
                 for mapping in own.mappings:
@@ -143,6 +146,7 @@ def find_files(
                         shared_writable,
                         shared_writable,
                         options,
+                        temporary,
                         looked_ns,
                     )
     files = [replace(file, direct=file.identity in direct) for file in found.values()]
@@ -187,6 +191,7 @@ def _add(
     writable: bool,
     mapped: bool,
     options: DumpOptions,
+    temporary: TemporaryFiles,
     looked_ns: int,
 ) -> None:
     try:
@@ -213,7 +218,14 @@ def _add(
     policy: FilePolicy = "checked"
     if deleted and about.st_nlink == 0:
         policy = "absent"  # CRIU's ghost file has the content
-    elif (writable and options.files == "content") or (deleted or options.with_files):
+    elif (
+        deleted
+        or options.with_files
+        or (
+            options.files == "content"
+            and (writable or temporary.contain(int(reach.split("/")[2]), path, about))
+        )
+    ):
         policy = "content"
     found[about.st_dev, about.st_ino] = FoundFile(
         OpenFile(

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from icecore.dumper.observe.temporary import began_ns, temporary_folders
 from icecore.errors import NotFound
 from icecore.host.criu.images import (
     VMA_FILE_PRIVATE,
@@ -46,15 +47,12 @@ from icecore.store.format.surroundings import (
 _PSEUDO = ("/proc", "/sys")
 _DEVICES = "/dev"
 _OF_DEVICES = frozenset(("devtmpfs", "devpts", "mqueue", "hugetlbfs", "proc", "sysfs"))
-_TEMPORARY = ("/tmp", "/var/tmp")
 #: Where daemons put their pid files.
 _PID_FOLDERS = ("/run", "/var/run")
 _PID_NAMES = (".pid", ".lock", "-lock")
 #: Bounds of the search, because files of other processes could make it long.
 _MOST_SMALL, _MOST_TEMPORARY, _DEEPEST = 256, 1024, 8
 _MOST_LINKS = 40
-#: Precision of the time at which a process began.
-_CLOCK_TICK_NS = 10_000_000
 
 
 class _Search(msgspec.Struct):
@@ -185,7 +183,7 @@ def find_surroundings(
             search.around(file.path)
     _sockets(search, images)
     places = _job_places(search, files)
-    temporary = _temporary_folders(root, pids)
+    temporary = temporary_folders([root, *pids])
     _small_files(search, [*places, *_PID_FOLDERS, *temporary], frozenset(map(str, pids.values())))
     _empty_folders(search, root, temporary, before)
     return Surroundings(
@@ -252,18 +250,6 @@ def _job_places(search: _Search, files: Sequence[OpenFile]) -> list[str]:
     return sorted(named)
 
 
-def _temporary_folders(root: int, pids: Iterable[int]) -> list[str]:
-    """Return the directories for temporary files of the processes."""
-    found = set(_TEMPORARY)
-    for pid in (root, *pids):
-        with suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
-            for word in file.read().split(b"\0"):
-                name, _, value = word.partition(b"=")
-                if name in (b"TMPDIR", b"TMP", b"TEMP") and value.startswith(b"/"):
-                    found.add(os.path.normpath(os.fsdecode(value)))
-    return sorted(found)
-
-
 def _small_files(search: _Search, folders: Iterable[str], pids: frozenset[str]) -> None:
     """Record pid and lock files: short files whose first word is the pid of a process of the tree,
     and that belong to one of its users.
@@ -309,7 +295,7 @@ def _empty_folders(
     """
     known = {folder.path for folder in before.folders} if before is not None else set()
     try:
-        began = int(procfs.began(root) * 1e9) - _CLOCK_TICK_NS
+        began = began_ns([root])
     except NotFound:
         return
 

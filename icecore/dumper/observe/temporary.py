@@ -1,0 +1,100 @@
+"""Which files are temporary: those that a tree has made itself, in shared memory or in a directory for
+temporary files. They are gone once it has ended, so a snapshot needs their content.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import cached_property
+
+from icecore.errors import NotFound
+from icecore.host.kernel import procfs
+from icecore.host.kernel.filesystem import birth_ns
+
+#: Directories for temporary files.
+_PLACES = ("/tmp", "/var/tmp")
+#: Where libraries keep files in memory, POSIX shared memory among them.
+_SHARED_MEMORY = "/dev/shm"
+#: Larger files count as data: their content would be read in each window.
+_LARGEST = 256 << 20
+#: Precision of the time at which a process began.
+_CLOCK_TICK_NS = 10_000_000
+
+
+def temporary_folders(pids: Iterable[int]) -> list[str]:
+    """Return the directories for temporary files of processes, as their environments name them."""
+    found = set(_PLACES)
+    for pid in pids:
+        with suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+            for word in file.read().split(b"\0"):
+                name, _, value = word.partition(b"=")
+                if name in (b"TMPDIR", b"TMP", b"TEMP") and value.startswith(b"/"):
+                    found.add(os.path.normpath(os.fsdecode(value)))
+    return sorted(found)
+
+
+def began_ns(pids: Iterable[int]) -> int:
+    """Return a time before the first of these processes began, ns since the epoch.
+
+    Raises:
+        NotFound: They have ended.
+    """
+    times = []
+    for pid in pids:
+        with suppress(NotFound):
+            times.append(procfs.began(pid))
+    if not times:
+        raise NotFound("the processes have ended")
+    return int(min(times) * 1e9) - _CLOCK_TICK_NS
+
+
+class TemporaryFiles:
+    """Tells which files of a tree are temporary.
+
+    Args:
+        pids: The tree's.
+    """
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = pids
+
+    @cached_property
+    def _places(self) -> tuple[str, ...]:
+        folders = (*temporary_folders(self._pids), _SHARED_MEMORY)
+        return tuple(f"{folder}/" for folder in folders if folder != "/")
+
+    @cached_property
+    def _began_ns(self) -> int:
+        return began_ns(self._pids)
+
+    @cached_property
+    def _users(self) -> set[int]:
+        found = set()
+        for pid in self._pids:
+            with suppress(OSError):
+                found.add(os.stat(f"/proc/{pid}").st_uid)
+        return found
+
+    def may_contain(self, path: str, size: int) -> bool:
+        """Return whether a file of this path and size is temporary if the tree has made it."""
+        return size <= _LARGEST and path.startswith(self._places)
+
+    def contain(self, pid: int, path: str, about: os.stat_result) -> bool:
+        """Return whether a regular file is temporary, and not large. False where the file system does
+        not record when a file was made.
+
+        Args:
+            pid: A process that has it open.
+            path: As that process sees it.
+            about: The file that it has open.
+        """
+        if not self.may_contain(path, about.st_size) or about.st_uid not in self._users:
+            return False
+        name = f"/proc/{pid}/root{path}"
+        with suppress(OSError, NotFound):
+            now = os.lstat(name)
+            same = (now.st_dev, now.st_ino) == (about.st_dev, about.st_ino)
+            return same and birth_ns(name) >= self._began_ns
+        return False

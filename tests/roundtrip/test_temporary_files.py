@@ -1,0 +1,163 @@
+"""Temporary files that a job has made and only reads, as libraries do that hand arrays to processes."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from icecore.dumper.observe.temporary import TemporaryFiles
+from icecore.errors import RestoreRefused
+from icecore.host.jobs.job import Job
+from icecore.host.jobs.registry import Registry
+from icecore.store.format.manifest import OpenFile
+from tests.host.target import eventually, target
+from tests.roundtrip.conftest import Trip
+from tests.roundtrip.test_instances import bring_back, take
+
+pytestmark = pytest.mark.criu
+
+#: Makes a file, maps it to read it, and prints a number of its content with each USR1. With USR2, it
+#: replaces the file by another.
+JOB = """
+import mmap, os, signal, sys
+def make(number):
+    os.makedirs(os.path.dirname(sys.argv[1]), exist_ok=True)
+    with open(sys.argv[1], "wb") as file:
+        file.write(number.to_bytes(4096, "little"))
+    with open(sys.argv[1], "rb") as file:
+        return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+if sys.argv[2] == "own":
+    memory = make(1)
+else:
+    with open(sys.argv[1], "rb") as file:
+        memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1, signal.SIGUSR2])
+while True:
+    print(int.from_bytes(memory, "little"), flush=True)
+    if signal.sigwait([signal.SIGUSR1, signal.SIGUSR2]) == signal.SIGUSR2:
+        memory.close()
+        os.unlink(sys.argv[1])
+        os.rmdir(os.path.dirname(sys.argv[1]))
+        memory = make(2)
+"""
+
+
+@pytest.fixture(params=["/dev/shm", "/tmp", "/var/tmp", "TMPDIR"])
+def file(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path if request.param == "TMPDIR" else Path(request.param)
+    folder = place / f"icecore-test-{secrets.token_hex(4)}"
+    yield folder / "array"
+    if folder.exists():
+        (folder / "array").unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def start(tmp_path: Path, file: Path, whose: str) -> Job:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", JOB, str(file), whose]
+    return Registry(tmp_path / "jobs").start(
+        command, name="reads", cwd=tmp_path, environment=environment
+    )
+
+
+def said(job: Job) -> list[str]:
+    return job.log_path("stdout").read_text().split()
+
+
+def says(job: Job, number: int, told: int = signal.SIGUSR1) -> bool:
+    """Tell the job something, and return whether its memory then has this number."""
+    before = len(said(job))
+    job.kill(told)
+    assert eventually(lambda: len(said(job)) > before)
+    return said(job)[-1] == str(number)
+
+
+def recorded(trip: Trip, snapshot: str, path: Path) -> OpenFile:
+    (one,) = [
+        one
+        for one in trip.loop.run(trip.repository.manifest(snapshot)).files
+        if one.path == str(path)
+    ]
+    return one
+
+
+def end(job: Job) -> None:
+    if job.alive:
+        job.kill(signal.SIGKILL)
+        job.wait(20)
+
+
+def test_it_comes_back_once_the_job_has_replaced_it(trip: Trip, tmp_path: Path, file: Path) -> None:
+    job = start(tmp_path, file, "own")
+    try:
+        assert eventually(lambda: said(job) == ["1"])
+        first = take(trip, job)
+        assert recorded(trip, first, file).policy == "content"
+        assert says(job, 2, signal.SIGUSR2)
+        second = take(trip, job, stop=True)
+        job.wait(20)
+        file.unlink()
+        file.parent.rmdir()
+        registry = Registry(tmp_path / "jobs")
+        for snapshot, number in ((first, 1), (second, 2)):
+            job = bring_back(trip, registry, snapshot).job or job
+            assert says(job, number)
+            again = take(trip, job, stop=True, parent=snapshot)
+            job.wait(20)
+            assert recorded(trip, again, file).policy == "content", "it is older than the processes"
+            file.write_bytes(b"another")
+            job = bring_back(trip, registry, again).job or job
+            assert says(job, number)
+            end(job)
+    finally:
+        end(job)
+
+
+def test_a_file_that_was_there_before_is_not_stored(trip: Trip, tmp_path: Path) -> None:
+    file = tmp_path / "given"
+    file.write_bytes((3).to_bytes(4096, "little"))
+    job = start(tmp_path, file, "given")
+    try:
+        assert eventually(lambda: said(job) == ["3"])
+        snapshot = take(trip, job, stop=True)
+        job.wait(20)
+        assert recorded(trip, snapshot, file).policy == "checked"
+        file.unlink()
+        with pytest.raises(RestoreRefused, match="it is missing"):
+            bring_back(trip, Registry(tmp_path / "jobs"), snapshot)
+    finally:
+        end(job)
+
+
+def test_which_files_are_temporary() -> None:
+    code = """
+    import tempfile
+    made = tempfile.NamedTemporaryFile()
+    say(made.name); hear()
+    made.truncate((256 << 20) + 1)
+    say("large"); hear()
+    os.unlink(made.name); open(made.name, "w")
+    say("another"); hear()
+    """
+    with target(code) as it:
+        (name,) = it.hear()
+        made = Path(name).stat()
+
+        def is_temporary(about: os.stat_result, path: str = name) -> bool:
+            return TemporaryFiles([it.pid]).contain(it.pid, path, about)
+
+        assert is_temporary(made)
+        assert not is_temporary(made, "/etc/passwd") and not is_temporary(made, "/tmp/none")
+        it.tell("go on")
+        it.hear()
+        assert not is_temporary(Path(name).stat()), "it is large"
+        it.tell("go on")
+        it.hear()
+        assert not is_temporary(made), "another file has its name"
+        Path(name).unlink()
