@@ -79,7 +79,11 @@ def add(commands: Commands) -> None:
         "share of the cores that scanning and storing may use while the job runs",
         default="auto: as many as are idle, at least an eighth",
     )
-    setting("files", "for files open for writing: store the content, or record only size and time")
+    setting(
+        "files",
+        "for files open for writing, and temporary ones: store the content, or record only size and"
+        " time",
+    )
     setting("with_files", "also store the content of files open for reading")
     setting("verify_files", "hash files open for reading, so that a restore can compare them")
     setting("file_budget", "maximum bytes of open files that are read")

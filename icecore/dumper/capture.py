@@ -468,8 +468,8 @@ def _rename(captured: Captured, images: Path, is_own: Callable[[str], bool] | No
     CRIU's images are complete.
 
     Args:
-        is_own: Returns whether a path is in a file system of the job's own. None: CRIU's links are
-            still there.
+        is_own: Returns whether a path is on one of the job's own file systems. None: CRIU has left
+            its links in place.
 
     Raises:
         DumpFailed: CRIU will look for a file under a name that a restore would not make.
@@ -495,7 +495,7 @@ def _rename(captured: Captured, images: Path, is_own: Callable[[str], bool] | No
 
 
 def _was_temporary(file: OpenFile, before: OpenFile | None) -> bool:
-    """Return whether a file may be a temporary one that a restore has made before it started the
+    """Return whether a restore may have made a file as a temporary one, before it started the
     processes: the parent snapshot has its content, although the tree only read it.
     """
     return (

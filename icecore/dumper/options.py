@@ -25,7 +25,8 @@ class DumpOptions:
         pre_copy: Scan the running job first, so that only what it changes meanwhile is left for the
             window. ``auto``: with at least 256 MiB of private memory, and with at least 4 GiB of
             resident device memory that has no room on its GPU.
-        files: Writable open files: ``content`` stores them, ``check`` records only size and mtime.
+        files: Open files that are writable or temporary: ``content`` stores them, ``check``
+            records only size and mtime.
         with_files: Store the content of read-only open files too.
         verify_files: Hash read-only open files, so that a restore can compare content and not only
             size and mtime.

@@ -1,6 +1,4 @@
-"""How mapped files were opened, where the mode of a link in /proc/PID/map_files is that of an earlier
-mapping.
-"""
+"""How mapped files were opened, if the mode of a link in /proc/PID/map_files is out of date."""
 
 from __future__ import annotations
 
@@ -16,8 +14,8 @@ from icecore.host.kernel import map_files, procfs
 from icecore.host.kernel.map_files import MappedFiles
 from tests.host.target import Target, target
 
-#: Maps pages of a file that was opened to be read, and of one that was opened to be written, and
-#: later each in the other's place. Both mappings can only be read.
+#: Maps a file from descriptors opened for reading and for writing, shared and (last) private. Then
+#: swaps the modes at the same addresses. All mappings are read-only.
 CODE = """
     import tempfile
     file = tempfile.NamedTemporaryFile(); file.truncate(4096)
@@ -61,7 +59,7 @@ def modes(it: Target, starts: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("mounts", [True, False])
 def test_an_earlier_mapping_does_not_matter(mounts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also for a process that may not mount."""
+    """This also holds for a process that may not mount."""
 
     def refuse() -> int:
         raise PermissionError
@@ -77,7 +75,7 @@ def test_an_earlier_mapping_does_not_matter(mounts: bool, monkeypatch: pytest.Mo
             assert [links.opened_for_writing(it.pid, one) for one in first] == [False, True]
         it.tell("go on")
         it.hear()
-        assert modes(it, shared) == [0o400, 0o600], "the kernel's answer is that of before"
+        assert modes(it, shared) == [0o400, 0o600], "the kernel still shows the old mode"
         with MappedFiles() as links:
             assert [links.opened_for_writing(it.pid, one) for one in first] == [True, False]
         it.tell("go on")

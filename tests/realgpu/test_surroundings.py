@@ -48,7 +48,7 @@ while True:
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    """A folder that the job sees with a private /tmp, too."""
+    """A directory outside /tmp, which a job with a private /tmp can see."""
     with tempfile.TemporaryDirectory(prefix="icecore-test-", dir=Path.home()) as folder:
         yield Path(folder)
 

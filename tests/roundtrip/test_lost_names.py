@@ -129,9 +129,9 @@ def test_a_file_that_lost_one_of_the_names_under_which_it_is_open(
             job.wait(20)
 
 
-#: Has a named semaphore, as `multiprocessing` makes them where processes are not forked: glibc makes
-#: it under a temporary name, under which it is mapped, and links it to its own. The job takes it once,
-#: and prints whether another process, which opens it by its name, finds it taken.
+#: Has a named semaphore, as `multiprocessing` does unless it forks. glibc creates and maps it under
+#: a temporary name, and then links it to its final name. The job acquires it once. On each USR1, it
+#: prints whether another process, which opens it by name, can acquire it (False: it is taken).
 NAMED = """
 import multiprocessing, os, signal, sys
 def look(lock, out):
@@ -177,7 +177,7 @@ def is_taken(job: Job) -> bool:
 
 @pytest.mark.parametrize("stop", [True, False])
 def test_a_semaphore_has_its_name_again(trip: Trip, tmp_path: Path, stop: bool) -> None:
-    """The name is gone, or another file has it, or what the killed job left."""
+    """Its name may be unchanged, gone, taken by another file, or left by a killed instance."""
     job, name = named(trip, tmp_path)
     try:
         assert is_taken(job)
@@ -215,8 +215,8 @@ def test_a_semaphore_in_a_private_root(trip: Trip, tmp_path: Path) -> None:
             job.wait(20)
 
 
-def test_jobs_with_semaphores_come_back_at_once(trip: Trip, tmp_path: Path) -> None:
-    """In /dev/shm, which they share, CRIU gives the files of each job the same names for a moment."""
+def test_jobs_with_semaphores_come_back_at_the_same_time(trip: Trip, tmp_path: Path) -> None:
+    """CRIU gives links of different jobs the same names, and the jobs share /dev/shm."""
     jobs: list[Job] = []
     names, snapshots, links = [], [], []
     try:

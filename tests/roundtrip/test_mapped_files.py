@@ -1,5 +1,5 @@
-"""Files that a job writes through mappings: how they were opened must be known, although neither the
-protection of a mapping nor its link in /proc always tells.
+"""Files that a job writes through mappings. icecore must know how they were opened, although
+neither the protection of a mapping nor its link in /proc always shows it.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def test_stores_through_a_mapping_that_was_read_only_are_stored(
             job.wait(20)
 
 
-#: Maps the first page of a file that it may only read. With the first USR1, it maps a file there
-#: that it may write, and with each USR1 it stores a number there and prints it.
+#: Maps a page of a file opened for reading. On the first USR1, maps a file opened for writing in its
+#: place and stores a number there; each further USR1 increments it. Prints the number each time.
 REPLACING = """
 import ctypes, mmap, os, signal, sys
 library = ctypes.CDLL(None, use_errno=True)
@@ -115,8 +115,8 @@ while True:
 def test_a_mapping_in_the_place_of_one_that_was_read_only(
     trip: Trip, tmp_path: Path, how: str
 ) -> None:
-    """The kernel keeps the mode of a link in /proc/PID/map_files for as long as something is mapped
-    there, so the link of the second mapping says that its file was opened for reading.
+    """The kernel keeps the mode of a link in /proc/PID/map_files until a lookup finds no mapping at
+    exactly these addresses, so the second mapping's link says that its file was opened for reading.
     """
     registry, read, written = Registry(tmp_path / "jobs"), tmp_path / "read", tmp_path / "written"
     read.write_bytes(bytes(4096))

@@ -1,4 +1,4 @@
-"""Temporary files that a job has made and only reads, as libraries do that hand arrays to processes."""
+"""Temporary files that a job has made and only reads: libraries pass arrays to processes so."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.roundtrip.test_instances import bring_back, take
 
 pytestmark = pytest.mark.criu
 
-#: Makes a file, maps it to read it, and prints a number of its content with each USR1. With USR2, it
-#: replaces the file by another.
+#: Makes a file (or takes an existing one), maps it for reading, and prints the number in it on each
+#: USR1. On USR2, replaces the file with another.
 JOB = """
 import mmap, os, signal, sys
 def make(number):
@@ -71,7 +71,7 @@ def said(job: Job) -> list[str]:
 
 
 def says(job: Job, number: int, told: int = signal.SIGUSR1) -> bool:
-    """Tell the job something, and return whether its memory then has this number."""
+    """Send the job a signal, and return whether it then prints this number."""
     before = len(said(job))
     job.kill(told)
     assert eventually(lambda: len(said(job)) > before)

@@ -110,7 +110,7 @@ def find_files(
     temporary = TemporaryFiles([*opened])
     with MappedFiles() as links:
         for pid, own in opened.items():
-            # It may end, but only before the window.
+            # The process may end, but only before the window.
             with suppress(NotFound), procfs.looking_at(pid):
                 for descriptor in own.descriptors:
                     if not stat.S_ISREG(descriptor.mode) or not descriptor.target.startswith("/"):
@@ -171,8 +171,9 @@ def _is_special(target: str, reach: str) -> bool:
 
 
 def _is_writable(pid: int, mapping: procfs.Mapping, reach: str, links: MappedFiles) -> bool:
-    """Return whether a mapping is shared and writable, or mprotect(2) can make it so. Stores to pages
-    that are already dirty do not change the file's times.
+    """Return whether a mapping is shared, and is writable or can be made so by mprotect(2).
+
+    The file's times may not show stores through it: those to dirty pages do not change them.
 
     Args:
         reach: The link in /proc/PID/map_files.

@@ -295,7 +295,7 @@ def _empty_folders(
     """
     known = {folder.path for folder in before.folders} if before is not None else set()
     try:
-        began = began_ns([root])
+        began = began_ns(root)
     except NotFound:
         return
 

@@ -1,9 +1,10 @@
-"""Which files are temporary: those that a tree has made itself, in shared memory or in a directory for
-temporary files. They are gone once it has ended, so a snapshot needs their content.
+"""Find temporary files: those that a tree has made itself, in shared memory or in a directory for
+temporary files. They may disappear when the tree ends, so a snapshot needs their content.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -17,14 +18,14 @@ from icecore.host.kernel.filesystem import birth_ns
 _PLACES = ("/tmp", "/var/tmp")
 #: Where libraries keep files in memory, POSIX shared memory among them.
 _SHARED_MEMORY = "/dev/shm"
-#: Larger files count as data: their content would be read in each window.
+#: Larger files count as data: each snapshot would have to read those that are in memory.
 _LARGEST = 256 << 20
 #: Precision of the time at which a process began.
 _CLOCK_TICK_NS = 10_000_000
 
 
 def temporary_folders(pids: Iterable[int]) -> list[str]:
-    """Return the directories for temporary files of processes, as their environments name them."""
+    """Return /tmp, /var/tmp and the temporary directories that the environments of processes name."""
     found = set(_PLACES)
     for pid in pids:
         with suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
@@ -35,26 +36,20 @@ def temporary_folders(pids: Iterable[int]) -> list[str]:
     return sorted(found)
 
 
-def began_ns(pids: Iterable[int]) -> int:
-    """Return a time before the first of these processes began, ns since the epoch.
+def began_ns(root: int) -> int:
+    """Return a time just before a tree's root began, ns since the epoch.
 
     Raises:
-        NotFound: They have ended.
+        NotFound: The root has ended.
     """
-    times = []
-    for pid in pids:
-        with suppress(NotFound):
-            times.append(procfs.began(pid))
-    if not times:
-        raise NotFound("the processes have ended")
-    return int(min(times) * 1e9) - _CLOCK_TICK_NS
+    return int(procfs.began(root) * 1e9) - _CLOCK_TICK_NS
 
 
 class TemporaryFiles:
-    """Tells which files of a tree are temporary.
+    """Tell which files of a tree are temporary.
 
     Args:
-        pids: The tree's.
+        pids: The tree's processes, root first.
     """
 
     def __init__(self, pids: Sequence[int]) -> None:
@@ -66,8 +61,11 @@ class TemporaryFiles:
         return tuple(f"{folder}/" for folder in folders if folder != "/")
 
     @cached_property
-    def _began_ns(self) -> int:
-        return began_ns(self._pids)
+    def _began_ns(self) -> float:
+        try:
+            return began_ns(self._pids[0])
+        except NotFound:
+            return math.inf  # no file counts as temporary
 
     @cached_property
     def _users(self) -> set[int]:
@@ -82,18 +80,23 @@ class TemporaryFiles:
         return size <= _LARGEST and path.startswith(self._places)
 
     def contain(self, pid: int, path: str, about: os.stat_result) -> bool:
-        """Return whether a regular file is temporary, and not large. False where the file system does
-        not record when a file was made.
+        """Return whether a regular file is temporary and at most 256 MiB large. Return False if the
+        file system does not record when files are made.
 
         Args:
             pid: A process that has it open.
             path: As that process sees it.
             about: The file that it has open.
         """
-        if not self.may_contain(path, about.st_size) or about.st_uid not in self._users:
+        # Files that did not change since the tree began are older: no further system call is needed.
+        if (
+            about.st_ctime_ns < self._began_ns
+            or not self.may_contain(path, about.st_size)
+            or about.st_uid not in self._users
+        ):
             return False
         name = f"/proc/{pid}/root{path}"
-        with suppress(OSError, NotFound):
+        with suppress(OSError):
             now = os.lstat(name)
             same = (now.st_dev, now.st_ino) == (about.st_dev, about.st_ino)
             return same and birth_ns(name) >= self._began_ns

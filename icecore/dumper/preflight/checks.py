@@ -302,7 +302,7 @@ def over_budget(size: int, most: int, largest: str) -> tuple[str, str, str]:
     """Return the refusal of a window that would read ``size`` bytes of files: name, message, cure."""
     return (
         "file-budget",
-        f"the window would read {size >> 20} MiB of files that the job has open for writing, the"
+        f"the window would read {size >> 20} MiB of the job's open files, the"
         f" largest {largest}; the budget is {most >> 20} MiB",
         "raise --file-budget, or leave the files out with --files check",
     )

@@ -37,9 +37,9 @@ def dump_environment(hidden: str | None, hold: str = "") -> dict[str, str]:
     (icecore/host/criu/scripts.c).
 
     Without it a window is longer by some 7 ms for each GiB of addresses that its processes have
-    reserved, and by some 45 ms for each GiB of small pages that they use, dumps of two jobs at one
-    moment can fail, and so can the restore of a job that mapped a file where an earlier snapshot
-    found another.
+    reserved, and by some 45 ms for each GiB of small pages that they use. Dumps of two jobs at the
+    same time can fail. So can the restore of a job that mapped a file at addresses where an earlier
+    snapshot found another file.
 
     Args:
         hidden: Path of a file for what CRIU is kept from seeing (`icecore.host.criu.hidden`); None:

@@ -44,15 +44,15 @@ class LostNames:
         self._reached = self._reach(pids) if self._left else {}
 
     def make_unique(self, suffix: str, stays: Callable[[str], bool]) -> None:
-        """Add ``suffix`` to the names for which CRIU will look. Call this before `join`, and only if
-        CRIU has removed the links.
+        """Add ``suffix`` to the names under which CRIU will look for files. Call this before `join`,
+        and only if CRIU has removed its links.
+
+        CRIU numbers the links of each dump from the same start. Two jobs may have files in one
+        directory, such as /dev/shm, and restores at the same time would use the same names.
 
         Args:
-            stays: Returns whether a path is in a file system of the job's own, which CRIU's images
-                contain with the link.
-
-        CRIU numbers the links of each dump from the beginning. Two jobs may have files in one
-        directory, /dev/shm for example, and be restored at the same time.
+            stays: Returns whether a path keeps its name: it is on one of the job's own file systems,
+                which CRIU's images contain with the link.
         """
         targets = {remap.target for remap in self._left.values()}
         if not targets:

@@ -1,16 +1,17 @@
-/* Preloaded into CRIU: corrects and shortens what the kernel says of /proc/PID/map_files.
+/* Preloaded into CRIU: answers faster, and corrects, what CRIU asks about /proc/PID/map_files.
  *
  * CRIU (4.0 to 4.2: criu/proc_parse.c, vma_get_mapfile) looks up the link of each mapping. It opens
- * the link (mappings.c) unless the mapping before had no file either, and takes ENOENT for "no file".
- * For each call, the kernel looks up the process and its mapping again. A process with many libraries
- * has hundreds of mappings without a file, and the tree stands still meanwhile. So for these, it gets
- * ENOENT without the kernel.
+ * the link (mappings.c) unless the mapping before had no file either, and takes ENOENT for "no
+ * file". Each time, the kernel looks up the process and its mapping again. A process with many
+ * libraries has hundreds of mappings without a file, and the tree stands still meanwhile. For such
+ * mappings, the library returns ENOENT without a system call.
  *
- * CRIU takes the mode of the link for the way in which the file was opened, and a restore opens it so
- * again. But the kernel (6.18: fs/proc/base.c, map_files_d_revalidate) sets the mode when a link is
- * first looked up, and keeps it for as long as a file is mapped at these addresses: it may be that of
- * an earlier mapping, which an earlier snapshot looked up. So the mode follows the mapping's flags. A
- * private mapping needs no file that was opened for writing.
+ * CRIU infers from the mode of the link how the file was opened, and a restore opens it that way.
+ * But the kernel (6.18: fs/proc/base.c, map_files_d_revalidate) sets the mode when a link is first
+ * looked up, and keeps it until a lookup finds no mapping at exactly these addresses. So the mode
+ * may be that of an earlier mapping, which an earlier snapshot looked up. The library derives the
+ * mode from the mapping's flags instead. A private mapping never needs a file that is open for
+ * writing, so its mode is read-only.
  */
 #define _GNU_SOURCE
 #include "process_maps.h"

@@ -1,5 +1,5 @@
-/* Preloaded into CRIU: it reads the copy of a process's smaps if there is one. The mappings are
- * remembered for the other files here (process_maps.c).
+/* Preloaded into CRIU: reads the copy of a process's smaps if there is one, and remembers the
+ * mappings for the other files here (process_maps.c).
  *
  * CRIU (4.0 to 4.2: criu/proc_parse.c, parse_smaps) reads /proc/PID/smaps of one process after
  * another while the tree stands still. It needs only the lines of maps and the flags, but the

@@ -1,5 +1,5 @@
-/* Preloaded into CRIU: what other files here need to know of a process's mappings, once for each
- * process. It comes from the process's smaps, which CRIU opens first (mappings.c), or else from maps.
+/* Preloaded into CRIU: keeps what other files here need to know about a process's mappings, and
+ * reads it once for each process: from smaps, which CRIU opens first (mappings.c), or from maps.
  *
  * CRIU has one thread, and handles one process after another, which stands still. Later, CRIU adds
  * mappings of its own to the process, for which it does not ask, and makes some readable, which
@@ -39,7 +39,7 @@ const char *hidden_file(void)
 	return path;
 }
 
-/* Read the rest of a file, which the caller frees; NULL if it cannot be read. */
+/* Return the rest of a file as text, which the caller frees; NULL if it cannot be read. */
 static char *contents(int file, size_t *size)
 {
 	size_t room = ROOM;
@@ -66,8 +66,9 @@ static char *contents(int file, size_t *size)
 	return text;
 }
 
-/* Parse a line of /proc/PID/maps or smaps (proc_pid_maps(5)); return false if it does not begin a
- * mapping. Private memory without a file is hideable, and that of a file if it is not executable. */
+/* Parse a line of /proc/PID/maps or smaps (proc_pid_maps(5)); return false if it is not the first
+ * line of a mapping. Private memory without a file is hideable, and that of a file if it is not
+ * executable. */
 static bool parse(const char *line, struct mapping *found)
 {
 	char executable, private;
@@ -95,7 +96,7 @@ static bool parse(const char *line, struct mapping *found)
 	return true;
 }
 
-/* Whether the flags of a mapping ("VmFlags: rd wr sh ...") contain a word of two letters. */
+/* Return whether a mapping's flags ("VmFlags: rd wr sh ...") contain a two-letter flag. */
 static bool has_flag(const char *flags, const char *word)
 {
 	for (const char *at = strchr(flags, ' '); at; at = strchr(at + 1, ' '))
@@ -104,7 +105,7 @@ static bool has_flag(const char *flags, const char *word)
 	return false;
 }
 
-/* Remember the mappings that a text of maps or smaps lists; false: no memory. The text is changed. */
+/* Remember the mappings in the text of maps or smaps, and change the text; false: no memory. */
 static bool remember(pid_t pid, char *text)
 {
 	struct mapping found;
@@ -118,7 +119,8 @@ static bool remember(pid_t pid, char *text)
 		*end = '\0';
 		if (*line == 'V' && known.count && !strncmp(line, "VmFlags:", 8)) {
 			struct mapping *last = known.mappings + known.count - 1;
-			/* mmap(2) makes a mapping VM_SHARED if its file was opened for writing. */
+			/* The kernel sets VM_SHARED on a shared mapping only if its file was opened
+			 * for writing. */
 			if (!last->opened)
 				last->opened = has_flag(line, "sh") ? S_IRUSR | S_IWUSR : S_IRUSR;
 		}

@@ -1,9 +1,9 @@
-"""How the files of mappings were opened, as the links in /proc/PID/map_files tell.
+"""Find out how mapped files were opened, from the links in /proc/PID/map_files.
 
-The kernel sets the mode of such a link when it is first looked up, and keeps it for as long as a file
-is mapped at these addresses (Linux 6.18: fs/proc/base.c, map_files_d_revalidate): it may be that of an
-earlier mapping. Each instance of the file system remembers links of its own, so a new instance tells
-how things are.
+The kernel sets the mode of such a link when it is first looked up, and keeps it until a lookup
+finds no mapping at exactly these addresses (Linux 6.18: fs/proc/base.c, map_files_d_revalidate).
+So the mode may be that of an earlier mapping. Each instance of /proc caches links of its own: a
+new instance shows the present state.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ _CLOEXEC, _CREATE = 1, 6
 
 
 class MappedFiles:
-    """Tells how files were opened, as of the time when it is first asked about each mapping."""
+    """Tell how mapped files were opened. Answers are cached: they show the state at the first
+    question about a mapping, or about its process if /proc cannot be mounted.
+    """
 
     def __init__(self) -> None:
         self._owned = ExitStack()
@@ -42,7 +44,7 @@ class MappedFiles:
 
     def opened_for_writing(self, pid: int, mapping: procfs.Mapping) -> bool:
         """Return whether a shared mapping's file was opened for writing, so that mprotect(2) can make
-        the mapping writable. Return False if it was unmapped since.
+        the mapping writable. Return False if it has been unmapped since.
 
         Raises:
             NotFound: The process has ended.
@@ -51,7 +53,7 @@ class MappedFiles:
             try:
                 self._proc = _new_proc()
             except PermissionError:
-                pass  # a filter or a security module forbids mounts
+                pass  # a seccomp filter or a security module forbids mounts
             else:
                 self._owned.callback(os.close, self._proc)
         if self._proc is None:
@@ -63,8 +65,8 @@ class MappedFiles:
             return False
 
     def _writable_of(self, pid: int) -> set[int]:
-        """Return the starts of the mappings whose flags say so. To read the flags, the kernel counts
-        all pages of the process.
+        """Return the start addresses of the mappings with the flag "sh" (VM_SHARED). Reading the
+        flags is slow: the kernel also counts all pages of the process.
         """
         found = self._writable.get(pid)
         if found is None:

@@ -50,10 +50,10 @@ class Action(msgspec.Struct, frozen=True):
             size; ``fifo``: make a FIFO; ``link``: make another name of a file. Only in data
             directories: ``symlink``: make a symbolic link; ``remove`` what is there.
         file: What the snapshot recorded.
-        size, mtime_ns: Of the file that is there now; None for ``create`` and ``fifo``.
+        size, mtime_ns: Of the file that is there now; None if there is none.
         content: Its content, if that is known already; None: its cells hold it.
-        data: It is in a data directory, or a ``link``: it replaces whatever is there, except a
-            directory.
+        data: Whether it is in a data directory or is a ``link``: it then replaces what is there,
+            except a directory.
         target: What a symbolic link contains; the path of the file that a ``link`` names.
         attributes: Extended attributes of a file that is made; None: those that it inherits.
         cleared: Another action removes first what is there.
@@ -77,7 +77,7 @@ class FilePlan(msgspec.Struct, frozen=True):
     """What is done to the open files, and what prevents it.
 
     Attributes:
-        actions: One for each file that changes.
+        actions: One for each file that changes, and one for each further name that is made.
         problems: Why files cannot be restored.
         untouched: The files that stay as they are: the job must get these and no others.
         exposed: Whether users other than root can change where some path leads before CRIU opens
@@ -350,11 +350,11 @@ def _plan_missing(
 def _plan_name(
     paths: JobPaths, file: OpenFile, name: str, allowed: Allowed
 ) -> Action | Problem | None:
-    """Plan another name of a file that is made: processes may open it by that name. Whatever file has
-    the name now is replaced, as it would be if the job had opened it by that name.
+    """Plan another name of a file that a restore makes: processes may open it by that name. A file
+    that has the name now is replaced, as if the job had opened it by that name.
 
     Returns:
-        None if the name is the only one that a restore makes anyway.
+        None if it is the file's own path, which the restore makes anyway.
     """
     if name == file.path:
         return None
@@ -365,8 +365,8 @@ def _plan_name(
     if not _may_make(paths, name, allowed):
         return Problem(
             name,
-            f"it is missing, and user {allowed.user} may not make it there now",
-            "restore the file, or have an administrator restore the job, as root",
+            f"it is another name of {file.path}, and user {allowed.user} may not make it now",
+            f"let user {allowed.user} write to the directory, or have an administrator restore the job",
         )
     if found is None:
         return Action("link", named, data=True, target=os.fsencode(file.path))
@@ -375,7 +375,7 @@ def _plan_name(
         return Problem(
             name,
             f"it belongs to user {now.st_uid}; the job is user {allowed.user}'s",
-            "move it away, or have an administrator restore the job, as root",
+            "move it away, or have an administrator restore the job as root",
         )
     return Action(
         "link", named, now.st_size, now.st_mtime_ns, data=True, target=os.fsencode(file.path)

@@ -93,7 +93,7 @@ class PutBack:
         self._settled = list(settled)
         self._attributes = attributes or {}
         self._settles: list[Located] = []
-        #: Where the files are that were prepared and that links name, by path.
+        #: Places of the prepared files, to which links are made, by path.
         self._new: dict[str, Place] = {}
         self._actions = list(actions)
         self._folders = {folder.path: folder for folder in folders}
@@ -300,8 +300,8 @@ class PutBack:
                 self._links.append(Located(link, files.locate(file.path)))
 
     def _prepare_data(self, files: JobFiles, action: Action, change: Change) -> None:
-        """As `_prepare_one`, for a file of a data directory or another name of a file: the name itself
-        counts, whatever it is.
+        """Prepare, as `_prepare_one` does, a file in a data directory or another name of a file. The
+        action applies to the name itself, whatever is there.
         """
         path = action.file.path
         with _failing(f"prepare {path}", "let its owner write there, or use --files leave"):
