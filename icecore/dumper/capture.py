@@ -34,7 +34,6 @@ from icecore.dumper.observe import asynchronous_io
 from icecore.dumper.observe.files import FoundFile, unchanged_since
 from icecore.dumper.observe.standing import Standing, observe
 from icecore.dumper.observe.surroundings import find_surroundings
-from icecore.dumper.observe.temporary import TemporaryFiles
 from icecore.dumper.options import DumpOptions
 from icecore.errors import DumpFailed, NotFound
 from icecore.events import Sink, phase
@@ -292,12 +291,6 @@ class Capture:
             about = msgspec.structs.replace(about, links=_other_names(file))
             captured.lost[file.identity] = Lost(file.lost)
         before = self._parent.file(about.path) if self._parent else None
-        if (
-            self._options.files == "content"
-            and _was_temporary(about, before)
-            and TemporaryFiles([*captured.standing.pids]).may_contain(about.path, about.size)
-        ):
-            about = msgspec.structs.replace(about, policy="content")
         if about.policy != "content":
             digest = (
                 _digest(file.reach, about.size)
@@ -357,7 +350,7 @@ class Capture:
         _require_no_proc_files(self._images, captured.standing)
         self._require_stored(captured)
         close_outside(self._images)
-        _rename(captured, self._images, None if self._options.stop else self._is_own)
+        _rename(captured, self._images, self._is_own)
         captured.surroundings = find_surroundings(
             self._images,
             captured.standing.pids,
@@ -463,20 +456,18 @@ def _require_no_proc_files(images: Path, standing: Standing) -> None:
             )
 
 
-def _rename(captured: Captured, images: Path, is_own: Callable[[str], bool] | None) -> None:
+def _rename(captured: Captured, images: Path, is_own: Callable[[str], bool]) -> None:
     """Rename the files that lost their name to the name that CRIU will look for, which is known once
     CRIU's images are complete.
 
     Args:
-        is_own: Returns whether a path is on one of the job's own file systems. None: CRIU has left
-            its links in place.
+        is_own: Returns whether a path is on one of the job's own file systems.
 
     Raises:
         DumpFailed: CRIU will look for a file under a name that a restore would not make.
     """
     links = LostNames(images, captured.standing.pids)
-    if is_own is not None:
-        links.make_unique(f".{secrets.token_hex(4)}", is_own)
+    links.make_unique(f".{secrets.token_hex(4)}", is_own)
     names = {identity: links.join(lost.reached) for identity, lost in captured.lost.items()}
     if left := links.left():
         raise DumpFailed(
@@ -492,18 +483,6 @@ def _rename(captured: Captured, images: Path, is_own: Callable[[str], bool] | No
     for identity, lost in captured.lost.items():
         if lost.content is not None and (name := names[identity]):
             lost.content.key = name
-
-
-def _was_temporary(file: OpenFile, before: OpenFile | None) -> bool:
-    """Return whether a restore may have made a file as a temporary one, before it started the
-    processes: the parent snapshot has its content, although the tree only read it.
-    """
-    return (
-        before is not None
-        and file.policy == "checked"
-        and (before.policy, before.writable) == ("content", False)
-        and (before.size, before.mtime_ns) == (file.size, file.mtime_ns)
-    )
 
 
 def _other_names(file: FoundFile) -> list[str]:

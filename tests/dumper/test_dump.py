@@ -20,6 +20,7 @@ import pytest
 from icecore.dumper.dump import DumpResult, dump
 from icecore.dumper.encode.encoders import Encoder
 from icecore.dumper.memory.pipeline import Pipeline
+from icecore.dumper.observe import temporary
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.stopping import StopRequest
 from icecore.dumper.target import Target
@@ -515,7 +516,10 @@ gone = open('gone', 'w+b'); gone.write(b'ghost'); gone.flush(); os.unlink('gone'
 _NAMES = ("written", "only-read", "sparse", "empty", "log", "mapped")
 
 
-def test_open_files_by_policy(puppet: Puppet, store: Store) -> None:
+def test_open_files_by_policy(
+    puppet: Puppet, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(temporary, "_LARGEST", -1)  # its folder is one for temporary files
     puppet.do(_FILES)
     paths = [puppet.folder / name for name in _NAMES]
     kept = {"written", "sparse", "empty", "log", "mapped"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -199,6 +200,60 @@ def test_a_semaphore_has_its_name_again(trip: Trip, tmp_path: Path, stop: bool) 
             job.kill(signal.SIGKILL)
             job.wait(20)
         name.unlink(missing_ok=True)
+
+
+#: Has a file open in shared memory under a name that it lost. It has two others.
+TWO_NAMES = """
+import os, signal, sys
+first, second, lost = sys.argv[1:]
+file = os.open(lost, os.O_RDWR | os.O_CREAT)
+os.write(file, b"content")
+os.link(lost, first)
+os.link(lost, second)
+os.unlink(lost)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+print("begun", flush=True)
+while True:
+    signal.sigwait([signal.SIGUSR1])
+    print(os.pread(file, 100, 0).decode(), os.fstat(file).st_ino, flush=True)
+"""
+
+
+@pytest.mark.parametrize("left", ["both", "first", "second", "none", "others"])
+@pytest.mark.parametrize("place", ["memory", "disk"])
+def test_a_file_with_two_other_names(trip: Trip, tmp_path: Path, place: str, left: str) -> None:
+    folder = Path("/dev/shm" if place == "memory" else tmp_path)
+    prefix = f"icecore-test-{secrets.token_hex(4)}"
+    first, second, lost = (folder / f"{prefix}.{name}" for name in ("first", "second", "lost"))
+    registry = Registry(tmp_path / "jobs")
+    command = [sys.executable, "-c", TWO_NAMES, *map(str, (first, second, lost))]
+    job = registry.start(command, name="two", cwd=tmp_path)
+    try:
+        assert eventually(lambda: said(job) == ["begun"])
+        snapshot = take(trip, job, stop=True)
+        job.wait(20)
+        for name, kept in ((first, ("both", "first")), (second, ("both", "second"))):
+            if left == "others":
+                made = folder / f"{prefix}.made"
+                made.write_text("another's")
+                made.rename(name)
+            elif left not in kept:
+                name.unlink()
+        job = bring_back(trip, registry, snapshot).job or job
+        job.kill(signal.SIGUSR1)
+        assert eventually(lambda: len(said(job)) == 3)
+        content, inode = said(job)[1:]
+        taken = place == "memory" or left != "others"
+        for name in (first, second):
+            assert (name.stat().st_ino == int(inode)) == taken
+            assert name.read_text() == (content if taken else "another's")
+        assert content == "content" and not lost.exists()
+    finally:
+        if job.alive:
+            job.kill(signal.SIGKILL)
+            job.wait(20)
+        for name in (first, second):
+            name.unlink(missing_ok=True)
 
 
 def test_a_semaphore_in_a_private_root(trip: Trip, tmp_path: Path) -> None:

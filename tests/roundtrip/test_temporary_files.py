@@ -14,6 +14,7 @@ import pytest
 from icecore.dumper.observe.temporary import TemporaryFiles
 from icecore.errors import RestoreRefused
 from icecore.host.jobs.job import Job
+from icecore.host.jobs.namespaces import Isolation
 from icecore.host.jobs.registry import Registry
 from icecore.store.format.manifest import OpenFile
 from tests.host.target import eventually, target
@@ -93,26 +94,24 @@ def end(job: Job) -> None:
         job.wait(20)
 
 
-def test_it_comes_back_once_the_job_has_replaced_it(trip: Trip, tmp_path: Path, file: Path) -> None:
+def test_it_comes_back_once_the_job_has_removed_it(trip: Trip, tmp_path: Path, file: Path) -> None:
     job = start(tmp_path, file, "own")
     try:
         assert eventually(lambda: said(job) == ["1"])
         first = take(trip, job)
-        assert recorded(trip, first, file).policy == "content"
+        one = recorded(trip, first, file)
+        assert (one.policy, one.temporary, one.writable) == ("content", True, False)
         assert says(job, 2, signal.SIGUSR2)
         second = take(trip, job, stop=True)
         job.wait(20)
-        file.unlink()
-        file.parent.rmdir()
         registry = Registry(tmp_path / "jobs")
+        with pytest.raises(RestoreRefused, match="modified since"):  # it may be another job's
+            bring_back(trip, registry, first)
+        assert file.read_bytes() == (2).to_bytes(4096, "little")
         for snapshot, number in ((first, 1), (second, 2)):
+            file.unlink()
+            file.parent.rmdir()
             job = bring_back(trip, registry, snapshot).job or job
-            assert says(job, number)
-            again = take(trip, job, stop=True, parent=snapshot)
-            job.wait(20)
-            assert recorded(trip, again, file).policy == "content", "it is older than the processes"
-            file.write_bytes(b"another")
-            job = bring_back(trip, registry, again).job or job
             assert says(job, number)
             end(job)
     finally:
@@ -135,6 +134,27 @@ def test_a_file_that_was_there_before_is_not_stored(trip: Trip, tmp_path: Path) 
         end(job)
 
 
+def test_a_file_in_shared_memory_of_the_jobs_own_is_not_stored_twice(
+    trip: Trip, tmp_path: Path
+) -> None:
+    file = Path("/dev/shm/icecore-test/array")
+    job = Registry(tmp_path / "jobs").start(
+        [sys.executable, "-c", JOB, str(file), "own"],
+        name="reads",
+        cwd=tmp_path,
+        isolation=Isolation(root=True),
+    )
+    try:
+        assert eventually(lambda: said(job) == ["1"])
+        snapshot = take(trip, job, stop=True)
+        job.wait(20)
+        assert not file.exists() and not recorded(trip, snapshot, file).temporary
+        job = bring_back(trip, Registry(tmp_path / "jobs"), snapshot).job or job
+        assert says(job, 1)
+    finally:
+        end(job)
+
+
 def test_which_files_are_temporary() -> None:
     code = """
     import tempfile
@@ -150,7 +170,7 @@ def test_which_files_are_temporary() -> None:
         made = Path(name).stat()
 
         def is_temporary(about: os.stat_result, path: str = name) -> bool:
-            return TemporaryFiles([it.pid]).contain(it.pid, path, about)
+            return TemporaryFiles([it.pid]).contain(path, about)
 
         assert is_temporary(made)
         assert not is_temporary(made, "/etc/passwd") and not is_temporary(made, "/tmp/none")

@@ -445,6 +445,7 @@ for number in range(40):
 def test_a_failed_restore_is_tried_again(options: tuple[str, ...], cli: Cli) -> None:
     cli.run("init")
     (cli.folder / "bad").touch()
+    (cli.folder / "data").write_text("content\n")  # older than the job: no snapshot contains it
     said = cli.folder / "said"
     words = ("run", "--name", "reader", "--every", "0.5s", *options)
     with open(said, "wb") as err, open(cli.folder / "output", "wb") as out:

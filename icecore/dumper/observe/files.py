@@ -217,17 +217,13 @@ def _add(
         else:
             reach, path, deleted = before.reach, before.about.path, before.deleted
     policy: FilePolicy = "checked"
+    made = False
     if deleted and about.st_nlink == 0:
         policy = "absent"  # CRIU's ghost file has the content
-    elif (
-        deleted
-        or options.with_files
-        or (
-            options.files == "content"
-            and (writable or temporary.contain(int(reach.split("/")[2]), path, about))
-        )
-    ):
+    elif (writable and options.files == "content") or deleted or options.with_files:
         policy = "content"
+    elif options.files == "content" and temporary.contain(path, about):
+        policy, made = "content", True
     found[about.st_dev, about.st_ino] = FoundFile(
         OpenFile(
             path=path,
@@ -241,6 +237,7 @@ def _add(
             writable=writable,
             policy=policy,
             mapped=mapped,
+            temporary=made,
         ),
         reach,
         mapped,

@@ -75,29 +75,25 @@ class TemporaryFiles:
                 found.add(os.stat(f"/proc/{pid}").st_uid)
         return found
 
-    def may_contain(self, path: str, size: int) -> bool:
-        """Return whether a file of this path and size is temporary if the tree has made it."""
-        return size <= _LARGEST and path.startswith(self._places)
-
-    def contain(self, pid: int, path: str, about: os.stat_result) -> bool:
+    def contain(self, path: str, about: os.stat_result) -> bool:
         """Return whether a regular file is temporary and at most 256 MiB large. Return False if the
-        file system does not record when files are made.
+        file system does not record when files are made, or is the tree's own (then the snapshot
+        contains it anyway).
 
         Args:
-            pid: A process that has it open.
-            path: As that process sees it.
-            about: The file that it has open.
+            path: The file's path as a process of the tree sees it.
+            about: The file that the process has open.
         """
         # Files that did not change since the tree began are older: no further system call is needed.
         if (
             about.st_ctime_ns < self._began_ns
-            or not self.may_contain(path, about.st_size)
+            or about.st_size > _LARGEST
+            or not path.startswith(self._places)
             or about.st_uid not in self._users
         ):
             return False
-        name = f"/proc/{pid}/root{path}"
         with suppress(OSError):
-            now = os.lstat(name)
+            now = os.lstat(path)
             same = (now.st_dev, now.st_ino) == (about.st_dev, about.st_ino)
-            return same and birth_ns(name) >= self._began_ns
+            return same and birth_ns(path) >= self._began_ns
         return False

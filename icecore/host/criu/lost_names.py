@@ -45,7 +45,7 @@ class LostNames:
 
     def make_unique(self, suffix: str, stays: Callable[[str], bool]) -> None:
         """Add ``suffix`` to the names under which CRIU will look for files. Call this before `join`,
-        and only if CRIU has removed its links.
+        once CRIU has removed its links. It does so before it says that memory can be read.
 
         CRIU numbers the links of each dump from the same start. Two jobs may have files in one
         directory, such as /dev/shm, and restores at the same time would use the same names.

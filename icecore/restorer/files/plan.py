@@ -15,6 +15,7 @@ import blake3
 import msgspec
 from msgspec.structs import replace
 
+from icecore.host.kernel import libc
 from icecore.host.kernel.elf import build_id
 from icecore.restorer.files.allowed import EVERYTHING, Allowed
 from icecore.restorer.files.jobpaths import JobPaths, PathRefused, Place
@@ -168,7 +169,7 @@ def plan_files(
                     kept += max(outcome.size or 0, file.size)
                     outcome = replace(outcome, keep=kept <= _ALL_KEPT_BYTES)
                 actions.append(outcome)
-                if outcome.kind == "create" and file.links:
+                if outcome.kind in ("create", "replace", "rewrite") and not outcome.keep:
                     named = [_plan_name(paths, file, name, allowed) for name in file.links]
                     actions += [one for one in named if isinstance(one, Action)]
                     problems += [one for one in named if isinstance(one, Problem)]
@@ -238,7 +239,8 @@ def _plan_one(
     if found is None:
         return _plan_missing(paths, file, has_content, mode, allowed)
     place, now = found
-    has_content = has_content and allowed.owns(file.user, now.st_uid)
+    # A temporary file that is there may be that of another job: it is only made where it is missing.
+    has_content = has_content and not file.temporary and allowed.owns(file.user, now.st_uid)
     if has_content and mode == "restore" and file.writable:
         # Also if size and time are the same: a mapped file changes without its time.
         keep = can_keep(file, now) and _is_plain(place)
@@ -350,16 +352,17 @@ def _plan_missing(
 def _plan_name(
     paths: JobPaths, file: OpenFile, name: str, allowed: Allowed
 ) -> Action | Problem | None:
-    """Plan another name of a file that a restore makes: processes may open it by that name. A file
-    that has the name now is replaced, as if the job had opened it by that name.
+    """Plan another name of a file that a restore makes or changes: processes may open it by that
+    name. Another file that has the name now is replaced in memory (on tmpfs, where semaphores are),
+    as if the job had opened it by that name. On a disk, it keeps the name.
 
     Returns:
-        None if it is the file's own path, which the restore makes anyway.
+        None if the name stays what it is.
     """
-    if name == file.path:
-        return None
     named = replace(file, path=name, links=[])
     found = _find(paths, named)
+    if name == file.path or (found is not None and not _may_take(paths, file, name, found)):
+        return None
     if isinstance(found, Problem):
         return found
     if not _may_make(paths, name, allowed):
@@ -380,6 +383,18 @@ def _plan_name(
     return Action(
         "link", named, now.st_size, now.st_mtime_ns, data=True, target=os.fsencode(file.path)
     )
+
+
+def _may_take(
+    paths: JobPaths, file: OpenFile, name: str, found: tuple[Place, os.stat_result] | Problem
+) -> bool:
+    """Return whether another name of a file is taken from what has it now."""
+    if not isinstance(found, Problem) and inode_of(found[1]) == (file.device, file.inode):
+        return False  # it has the name
+    try:
+        return libc.in_memory(paths.root + os.path.dirname(name))
+    except OSError:
+        return False
 
 
 def _may_make(paths: JobPaths, path: str, allowed: Allowed) -> bool:

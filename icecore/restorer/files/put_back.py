@@ -93,8 +93,8 @@ class PutBack:
         self._settled = list(settled)
         self._attributes = attributes or {}
         self._settles: list[Located] = []
-        #: Places of the prepared files, to which links are made, by path.
-        self._new: dict[str, Place] = {}
+        #: Places and inodes of the prepared files, to which links are made, by path.
+        self._new: dict[str, tuple[Place, Inode]] = {}
         self._actions = list(actions)
         self._folders = {folder.path: folder for folder in folders}
         self._sockets = list(sockets)
@@ -279,12 +279,14 @@ class PutBack:
             located = Located(change, place)
             if change.temporary:
                 descriptor = self._create(files, action, located)
-                located = replace(
-                    located,
-                    change=msgspec.structs.replace(change, new=inode_of(os.fstat(descriptor))),
-                )
+                new = inode_of(os.fstat(descriptor))
+                located = replace(located, change=msgspec.structs.replace(change, new=new))
                 self._prepared.append(self._held(action, located, descriptor))
-                self._new[file.path] = located.temporary
+                self._new[file.path] = (
+                    (place, old)
+                    if change.saved and old is not None  # its content is changed in place
+                    else (located.temporary, new)
+                )
             else:
                 self._prepared.append(_Prepared(action, located))
             if action.kind == "rewrite":
@@ -328,7 +330,7 @@ class PutBack:
             new = inode_of(os.fstat(descriptor))
             located = replace(located, change=msgspec.structs.replace(change, new=new))
             if change.kind == "put":
-                self._new[path] = located.temporary
+                self._new[path] = (located.temporary, new)
             if action.kind in ("symlink", "link"):  # it is complete
                 os.close(descriptor)
                 self._prepared.append(_Prepared(action, located))
@@ -363,14 +365,19 @@ class PutBack:
     def _link(self, files: JobFiles, action: Action, located: Located) -> int:
         """Give the file that an action names another name, the temporary one."""
         path = os.fsdecode(action.target)
-        source = self._new.get(path)
-        if source is None:
+        prepared = self._new.get(path)
+        if prepared is not None:
+            source, known = prepared
+        else:
             parent, name = os.path.split(path)
             source = Place(files.directory(parent), name)
-        about = source.stat()
-        if about is None or not stat.S_ISREG(about.st_mode):
-            raise RestoreFailed(f"{path} changed while it was being restored", cure="restore again")
-        descriptor = files.open_path(source, inode_of(about))
+            about = source.stat()
+            if about is None or not stat.S_ISREG(about.st_mode):
+                raise RestoreFailed(
+                    f"{path} changed while it was being restored", cure="restore again"
+                )
+            known = inode_of(about)
+        descriptor = files.open_path(source, known)
         try:
             files.link(descriptor, located.temporary, located.owner)
         except BaseException:

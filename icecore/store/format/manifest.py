@@ -107,6 +107,8 @@ class OpenFile(msgspec.Struct, frozen=True):
     ``links`` are other names of the same inode, where ``path`` is a name that only CRIU uses (for a
     file that lost the name it was opened under). ``mapped`` is whether it was mapped shared and
     writable, so that it may have changed without a trace; also true where that was not recorded.
+    ``temporary`` is whether the tree only read it, and its content is stored because the tree had made
+    it.
     """
 
     path: str
@@ -122,6 +124,7 @@ class OpenFile(msgspec.Struct, frozen=True):
     digest: str = ""
     links: Annotated[list[str], msgspec.Meta(max_length=MAX_WORDS)] = []
     mapped: bool = True
+    temporary: bool = False
 
 
 class Requirements(msgspec.Struct, frozen=True):
