@@ -31,7 +31,7 @@ from icecore.dumper.memory.shared import SharedMemory
 from icecore.dumper.memory.sources import FileSource, PagesImage
 from icecore.dumper.memory.spaces import ScanContext, SpaceCapture
 from icecore.dumper.observe import asynchronous_io
-from icecore.dumper.observe.files import FoundFile, unchanged_since
+from icecore.dumper.observe.files import FoundFile, settle_temporary, unchanged_since
 from icecore.dumper.observe.standing import Standing, observe
 from icecore.dumper.observe.surroundings import find_surroundings
 from icecore.dumper.options import DumpOptions
@@ -189,7 +189,12 @@ class Capture:
             if len(pagemap.hidden):
                 captured.scanned += self._hidden_shared(pagemap, number, early, captured)
         with phase(self._emit, "dump.files") as running:
-            files = standing.find_files(self._options)
+            files = settle_temporary(
+                standing.find_files(self._options),
+                self._options,
+                self._parent.file if self._parent is not None else lambda path: None,
+                self._data.paths if self._data is not None else (),
+            )
             for file in files:
                 running.bytes += self._file(file, captured, early)
             if self._data is not None:

@@ -113,6 +113,12 @@ def test_it_comes_back_once_the_job_has_removed_it(trip: Trip, tmp_path: Path, f
             file.parent.rmdir()
             job = bring_back(trip, registry, snapshot).job or job
             assert says(job, number)
+            again = take(trip, job, stop=True, parent=snapshot)
+            job.wait(20)
+            assert recorded(trip, again, file).temporary, "it is older than the processes"
+            file.unlink()
+            job = bring_back(trip, registry, again).job or job
+            assert says(job, number)
             end(job)
     finally:
         end(job)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import stat
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -151,6 +151,47 @@ def find_files(
                     )
     files = [replace(file, direct=file.identity in direct) for file in found.values()]
     return sorted(files, key=lambda f: f.about.path)
+
+
+def settle_temporary(
+    files: Iterable[FoundFile],
+    options: DumpOptions,
+    recorded: Callable[[str], OpenFile | None],
+    data: Sequence[str],
+) -> list[FoundFile]:
+    """Return the files with the decision which are temporary, where the tree alone does not tell.
+
+    A file that a restore has made before it started the processes is older than they are: it is
+    temporary if it was in the parent snapshot. Data directories contain their files anyway.
+
+    Args:
+        recorded: Returns what the parent snapshot recorded of a path.
+        data: Paths of the data directories.
+    """
+    places = tuple(f"{path}/" for path in data)
+    settled = []
+    for file in files:
+        about = file.about
+        if about.temporary and about.path.startswith(places):
+            about = replace(about, policy="checked", temporary=False)
+        elif (
+            about.policy == "checked"
+            and options.files == "content"
+            and not about.path.startswith(places)
+        ):
+            before = recorded(about.path)
+            if (
+                before is not None
+                and before.temporary
+                and (before.size, before.mtime_ns)
+                == (
+                    about.size,
+                    about.mtime_ns,
+                )
+            ):
+                about = replace(about, policy="content", temporary=True)
+        settled.append(file if about is file.about else replace(file, about=about))
+    return settled
 
 
 def _is_special(target: str, reach: str) -> bool:

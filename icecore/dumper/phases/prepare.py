@@ -9,7 +9,7 @@ import shlex
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -29,7 +29,13 @@ from icecore.dumper.memory.open_files import OpenFiles, open_files
 from icecore.dumper.memory.parent import Parent
 from icecore.dumper.memory.precopy import PreCopied
 from icecore.dumper.memory.shared import SharedMemory, open_shared
-from icecore.dumper.observe.files import FoundFile, find_files, read_opened, tree_pids
+from icecore.dumper.observe.files import (
+    FoundFile,
+    find_files,
+    read_opened,
+    settle_temporary,
+    tree_pids,
+)
 from icecore.dumper.observe.inspection import Inspection
 from icecore.dumper.phases.ahead import PRE_COPY_STAGING, look_ahead, pre_copy, reserve
 from icecore.dumper.phases.preflight import Accepted
@@ -163,7 +169,8 @@ def prepare(request: Request, accepted: Accepted, begun: Begun, stack: ExitStack
     # A streamed dump gets its memory from CRIU alone, so CRIU must see all of it.
     hiding = options.memory != "streamed" and hides(request.criu)
     shared = open_shared(found.processes, stack) if hiding else SharedMemory()
-    files = open_files(found.files, storing.parent, stack)
+    settled = _settled(request, found.files, storing)
+    files = open_files(settled, storing.parent, stack)
     shared, files = shared.map(stack), files.map(stack)
     activity = look_ahead(options, found, (shared, files), storing.budget)
     # Not earlier: starting encoders would distort the measurement of idle cores.
@@ -212,7 +219,7 @@ def _require_budget(
     record = request.target.record
     now = [
         file
-        for file in _open_files(request)
+        for file in _settled(request, _open_files(request), storing)
         if file.about.policy == "content" and not (record and record.is_own(file.about.path))
     ]
     read = files.to_read(now, storing.parent)
@@ -244,6 +251,17 @@ def _data(request: Request, storing: Storing, stack: ExitStack) -> DataDirectori
     ):
         running.bytes = data.look_ahead(lambda: _open_files(request))
     return data
+
+
+def _settled(request: Request, files: Sequence[FoundFile], storing: Storing) -> list[FoundFile]:
+    """Return the files with the decision which are temporary."""
+    parent, record = storing.parent, request.target.record
+    return settle_temporary(
+        files,
+        request.options,
+        parent.file if parent is not None else lambda path: None,
+        record.data if record is not None else (),
+    )
 
 
 def _open_files(request: Request) -> list[FoundFile]:

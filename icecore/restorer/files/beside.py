@@ -101,7 +101,7 @@ def find_conflicts(
                     shared=kind in ("", "truncate"),
                 )
             )
-        if readers and kind in ("replace", "remove"):
+        if readers and kind in ("replace", "remove", "link"):
             out.append(
                 Conflict(
                     file,

@@ -169,8 +169,9 @@ def plan_files(
                     kept += max(outcome.size or 0, file.size)
                     outcome = replace(outcome, keep=kept <= _ALL_KEPT_BYTES)
                 actions.append(outcome)
-                if outcome.kind in ("create", "replace", "rewrite") and not outcome.keep:
-                    named = [_plan_name(paths, file, name, allowed) for name in file.links]
+                if outcome.kind in ("create", "replace", "rewrite"):
+                    stays = outcome.keep or outcome.kind == "rewrite"
+                    named = [_plan_name(paths, file, name, allowed, stays) for name in file.links]
                     actions += [one for one in named if isinstance(one, Action)]
                     problems += [one for one in named if isinstance(one, Problem)]
                     exposed = exposed or not all(
@@ -239,13 +240,18 @@ def _plan_one(
     if found is None:
         return _plan_missing(paths, file, has_content, mode, allowed)
     place, now = found
-    # A temporary file that is there may be that of another job: it is only made where it is missing.
-    has_content = has_content and not file.temporary and allowed.owns(file.user, now.st_uid)
+    has_content = has_content and allowed.owns(file.user, now.st_uid)
     if has_content and mode == "restore" and file.writable:
         # Also if size and time are the same: a mapped file changes without its time.
         keep = can_keep(file, now) and _is_plain(place)
         return Action("replace", file, now.st_size, now.st_mtime_ns, keep=keep)
     same = now.st_size == file.size and (not file.mtime_ns or now.st_mtime_ns == file.mtime_ns)
+    if file.temporary and not same and mode != "leave":
+        return Problem(
+            file.path,
+            "it is a temporary file that was modified since the snapshot was taken, perhaps by another job",
+            "move it away: the restore then makes it again",
+        )
     if has_content and mode == "restore" and not same:
         return Action("replace", file, now.st_size, now.st_mtime_ns)
     may_cut = file.writable and allowed.owns(now.st_uid)
@@ -350,19 +356,22 @@ def _plan_missing(
 
 
 def _plan_name(
-    paths: JobPaths, file: OpenFile, name: str, allowed: Allowed
+    paths: JobPaths, file: OpenFile, name: str, allowed: Allowed, stays: bool
 ) -> Action | Problem | None:
     """Plan another name of a file that a restore makes or changes: processes may open it by that
-    name. Another file that has the name now is replaced in memory (on tmpfs, where semaphores are),
-    as if the job had opened it by that name. On a disk, it keeps the name.
+    name. Another file that has the name now is replaced, as if the job had opened it by that name. If
+    the job only read its file, this is done in memory alone (on tmpfs).
+
+    Args:
+        stays: The file stays the one that the job had open.
 
     Returns:
         None if the name stays what it is.
     """
+    if name == file.path:
+        return None
     named = replace(file, path=name, links=[])
     found = _find(paths, named)
-    if name == file.path or (found is not None and not _may_take(paths, file, name, found)):
-        return None
     if isinstance(found, Problem):
         return found
     if not _may_make(paths, name, allowed):
@@ -373,28 +382,20 @@ def _plan_name(
         )
     if found is None:
         return Action("link", named, data=True, target=os.fsencode(file.path))
-    _, now = found
-    if not allowed.owns(now.st_uid):
+    place, now = found
+    if stays and inode_of(now) == (file.device, file.inode):
+        return None
+    if not file.writable and not libc.in_memory(f"/proc/self/fd/{place.directory.descriptor}"):
+        return None
+    if now.st_uid != file.user or not allowed.owns(now.st_uid):
         return Problem(
             name,
-            f"it belongs to user {now.st_uid}; the job is user {allowed.user}'s",
+            f"it belongs to user {now.st_uid}, but belonged to user {file.user} when the snapshot was taken",
             "move it away, or have an administrator restore the job as root",
         )
     return Action(
         "link", named, now.st_size, now.st_mtime_ns, data=True, target=os.fsencode(file.path)
     )
-
-
-def _may_take(
-    paths: JobPaths, file: OpenFile, name: str, found: tuple[Place, os.stat_result] | Problem
-) -> bool:
-    """Return whether another name of a file is taken from what has it now."""
-    if not isinstance(found, Problem) and inode_of(found[1]) == (file.device, file.inode):
-        return False  # it has the name
-    try:
-        return libc.in_memory(paths.root + os.path.dirname(name))
-    except OSError:
-        return False
 
 
 def _may_make(paths: JobPaths, path: str, allowed: Allowed) -> bool:
