@@ -2,7 +2,9 @@
 each step to a file, and the lines of two runs are the same.
 
 python churn.py OUT maps
-python churn.py OUT fork|spawn|forkserver
+python churn.py OUT fork|spawn|forkserver PREFIX
+
+PREFIX: of the names of its semaphores ("/name").
 """
 
 from __future__ import annotations
@@ -150,6 +152,8 @@ def processes(method: str) -> Iterator[str]:
 
 def main() -> None:
     out, what = Path(sys.argv[1]), sys.argv[2]
+    if what != "maps":
+        multiprocessing.current_process()._config["semprefix"] = sys.argv[3]  # type: ignore[attr-defined]
     steps = mappings(out.parent) if what == "maps" else processes(what)
     with open(out, "a") as file:
         for number, step in enumerate(steps):

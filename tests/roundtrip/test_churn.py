@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import random
+import secrets
 import signal
 import sys
 import time
@@ -54,7 +55,8 @@ def test_each_snapshot_of_a_job_that_never_rests(trip: Trip, tmp_path: Path, wha
         )
         return lines()
 
-    command = [sys.executable, str(PROGRAM), str(out), what]
+    prefix = f"icecore-test-{secrets.token_hex(4)}"
+    command = [sys.executable, str(PROGRAM), str(out), what, f"/{prefix}"]
     job = registry.start(command, name="churn", cwd=tmp_path, data=[folder])
     try:
         writes(job, 10)
@@ -79,3 +81,5 @@ def test_each_snapshot_of_a_job_that_never_rests(trip: Trip, tmp_path: Path, wha
             end(job)
     finally:
         end(job)
+        for name in Path("/dev/shm").glob(f"sem.{prefix}*"):  # of killed instances
+            name.unlink(missing_ok=True)
