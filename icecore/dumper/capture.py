@@ -193,7 +193,7 @@ class Capture:
                 standing.find_files(self._options),
                 self._options,
                 self._parent.file if self._parent is not None else lambda path: None,
-                self._data.paths if self._data is not None else (),
+                self._data.contain if self._data is not None else lambda path: False,
             )
             for file in files:
                 running.bytes += self._file(file, captured, early)

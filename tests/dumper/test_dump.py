@@ -519,7 +519,7 @@ _NAMES = ("written", "only-read", "sparse", "empty", "log", "mapped")
 def test_open_files_by_policy(
     puppet: Puppet, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(temporary, "_LARGEST", -1)  # its folder is one for temporary files
+    monkeypatch.setattr(temporary, "MOST_TEMPORARY", -1)  # its folder is one for temporary files
     puppet.do(_FILES)
     paths = [puppet.folder / name for name in _NAMES]
     kept = {"written", "sparse", "empty", "log", "mapped"}

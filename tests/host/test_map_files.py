@@ -5,6 +5,7 @@ from __future__ import annotations
 import stat
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,6 @@ from tests.host.target import Target, target
 CODE = """
     import tempfile
     file = tempfile.NamedTemporaryFile(); file.truncate(4096)
-    kinds = [os.O_RDONLY, os.O_RDWR]
     a = anonymous(8 * 4096)
     def put(at, kind, flags=1):
         opened = os.open(file.name, kind)
@@ -71,17 +71,19 @@ def test_an_earlier_mapping_does_not_matter(mounts: bool, monkeypatch: pytest.Mo
         shared = [a, a + 8192]
         first = [mapping(it, at) for at in shared]
         assert modes(it, shared) == [0o400, 0o600]
-        with MappedFiles() as links:
+        with ExitStack() as owned:
+            links = MappedFiles(owned)
             assert [links.opened_for_writing(it.pid, one) for one in first] == [False, True]
         it.tell("go on")
         it.hear()
         assert modes(it, shared) == [0o400, 0o600], "the kernel still shows the old mode"
-        with MappedFiles() as links:
+        with ExitStack() as owned:
+            links = MappedFiles(owned)
             assert [links.opened_for_writing(it.pid, one) for one in first] == [True, False]
         it.tell("go on")
         it.hear()
-        with MappedFiles() as links:
-            assert not links.opened_for_writing(it.pid, first[0])
+        with ExitStack() as owned:
+            assert not MappedFiles(owned).opened_for_writing(it.pid, first[0])
 
 
 @pytest.mark.skipif(not CRIU_LIBRARY.exists(), reason="needs a C compiler when icecore is built")

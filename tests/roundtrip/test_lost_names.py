@@ -299,12 +299,15 @@ def test_jobs_with_semaphores_come_back_at_the_same_time(trip: Trip, tmp_path: P
             job.kill(signal.SIGKILL)
             job.wait(20)
         assert len(set(links)) == 3, "each has a name of its own"
+
+        def restore(number: int) -> None:
+            registry = Registry(tmp_path / str(number) / "jobs")
+            restored = bring_back(trip, registry, snapshots[number]).job
+            assert restored is not None
+            jobs[number] = restored
+
         with ThreadPoolExecutor(3) as pool:
-            restored = pool.map(
-                lambda one: bring_back(trip, Registry(tmp_path / str(one[0]) / "jobs"), one[1]).job,
-                enumerate(snapshots),
-            )
-        jobs = [job for job in restored if job is not None]
+            list(pool.map(restore, range(3)))
         assert [is_taken(job) for job in jobs] == [True] * 3
         assert not any(Path(link).exists() for link in links)
     finally:

@@ -161,6 +161,36 @@ def test_a_file_in_shared_memory_of_the_jobs_own_is_not_stored_twice(
         end(job)
 
 
+#: Makes three files, of which the two smaller ones have as many bytes together as may be stored.
+SEVERAL = """
+import os, signal, sys, tempfile
+made = [tempfile.NamedTemporaryFile() for _ in range(3)]
+for file, size in zip(made, (96 << 20, 200 << 20, 160 << 20)):
+    file.truncate(size)
+opened = [os.open(file.name, os.O_RDONLY) for file in made]
+for file in made:
+    os.close(file.file.fileno())
+print(*(file.name for file in made), flush=True)
+signal.pause()
+"""
+
+
+def test_the_smallest_are_stored(trip: Trip, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SEVERAL]
+    job = Registry(tmp_path / "jobs").start(command, name="several", cwd=tmp_path)
+    paths: list[Path] = []
+    try:
+        assert eventually(lambda: len(said(job)) == 3)
+        paths = [Path(word) for word in said(job)]
+        snapshot = take(trip, job)
+        stored = [recorded(trip, snapshot, path).policy for path in paths]
+        assert stored == ["content", "checked", "content"]
+    finally:
+        end(job)
+        for path in paths:
+            path.unlink(missing_ok=True)
+
+
 def test_which_files_are_temporary() -> None:
     code = """
     import tempfile

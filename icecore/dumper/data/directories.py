@@ -115,11 +115,6 @@ class DataDirectories:
         """Return the spaces of all directories."""
         return self._do(lambda: [space for one in self._captures for space in one.after_window()])
 
-    @property
-    def paths(self) -> list[str]:
-        """Return the paths of the directories, as the job sees them."""
-        return [one.path for one in self._captures]
-
     def contain(self, path: str) -> bool:
         """Return whether a path of the job lies in one of the directories."""
         return any(path.startswith(f"{one.path}/") for one in self._captures)

@@ -8,12 +8,12 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import msgspec
 from msgspec.structs import replace
 
-from icecore.dumper.observe.temporary import TemporaryFiles
+from icecore.dumper.observe.temporary import MOST_TEMPORARY, TemporaryFiles
 from icecore.dumper.options import DumpOptions
 from icecore.errors import DumpFailed, NotFound
 from icecore.host.kernel import libc, procfs
@@ -108,7 +108,8 @@ def find_files(
     found: dict[tuple[int, int], FoundFile] = {}
     direct: set[tuple[int, int]] = set()
     temporary = TemporaryFiles([*opened])
-    with MappedFiles() as links:
+    with ExitStack() as owned:
+        links = MappedFiles(owned)
         for pid, own in opened.items():
             # The process may end, but only before the window.
             with suppress(NotFound), procfs.looking_at(pid):
@@ -150,48 +151,65 @@ def find_files(
                         looked_ns,
                     )
     files = [replace(file, direct=file.identity in direct) for file in found.values()]
-    return sorted(files, key=lambda f: f.about.path)
+    return _bounded(sorted(files, key=lambda f: f.about.path))
 
 
 def settle_temporary(
-    files: Iterable[FoundFile],
+    files: Sequence[FoundFile],
     options: DumpOptions,
     recorded: Callable[[str], OpenFile | None],
-    data: Sequence[str],
+    is_data: Callable[[str], bool],
 ) -> list[FoundFile]:
-    """Return the files with the decision which are temporary, where the tree alone does not tell.
+    """Decide which files are temporary where the tree alone does not tell. Return all files.
 
     A file that a restore has made before it started the processes is older than they are: it is
     temporary if it was in the parent snapshot. Data directories contain their files anyway.
 
     Args:
         recorded: Returns what the parent snapshot recorded of a path.
-        data: Paths of the data directories.
+        is_data: Returns whether a path is in a data directory.
     """
-    places = tuple(f"{path}/" for path in data)
+
+    def was_temporary(about: OpenFile) -> bool:
+        before = recorded(about.path)
+        return before is not None and (before.temporary, before.size, before.mtime_ns) == (
+            True,
+            about.size,
+            about.mtime_ns,
+        )
+
     settled = []
     for file in files:
         about = file.about
-        if about.temporary and about.path.startswith(places):
-            about = replace(about, policy="checked", temporary=False)
+        if about.temporary and is_data(about.path):
+            file = _not_stored(file)
         elif (
             about.policy == "checked"
             and options.files == "content"
-            and not about.path.startswith(places)
+            and was_temporary(about)
+            and not is_data(about.path)
         ):
-            before = recorded(about.path)
-            if (
-                before is not None
-                and before.temporary
-                and (before.size, before.mtime_ns)
-                == (
-                    about.size,
-                    about.mtime_ns,
-                )
-            ):
-                about = replace(about, policy="content", temporary=True)
-        settled.append(file if about is file.about else replace(file, about=about))
-    return settled
+            file = replace(file, about=replace(about, policy="content", temporary=True))
+        settled.append(file)
+    return _bounded(settled)
+
+
+def _not_stored(file: FoundFile) -> FoundFile:
+    """Return a temporary file as one that is only checked."""
+    return replace(file, about=replace(file.about, policy="checked", temporary=False))
+
+
+def _bounded(files: Sequence[FoundFile]) -> list[FoundFile]:
+    """Return the files, of which so few are temporary that each window can read them: the smallest."""
+    left, chosen = MOST_TEMPORARY, set()
+    for file in sorted(files, key=lambda one: one.about.size):
+        if file.about.temporary and file.about.size <= left:
+            left -= file.about.size
+            chosen.add(file.identity)
+    return [
+        _not_stored(file) if file.about.temporary and file.identity not in chosen else file
+        for file in files
+    ]
 
 
 def _is_special(target: str, reach: str) -> bool:

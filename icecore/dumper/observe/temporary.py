@@ -18,8 +18,9 @@ from icecore.host.kernel.filesystem import birth_ns
 _PLACES = ("/tmp", "/var/tmp")
 #: Where libraries keep files in memory, POSIX shared memory among them.
 _SHARED_MEMORY = "/dev/shm"
-#: Larger files count as data: each snapshot would have to read those that are in memory.
-_LARGEST = 256 << 20
+#: Most bytes of temporary files together. More count as data: each window would have to read those
+#: that are in memory.
+MOST_TEMPORARY = 256 << 20
 #: Precision of the time at which a process began.
 _CLOCK_TICK_NS = 10_000_000
 
@@ -76,7 +77,7 @@ class TemporaryFiles:
         return found
 
     def contain(self, path: str, about: os.stat_result) -> bool:
-        """Return whether a regular file is temporary and at most 256 MiB large. Return False if the
+        """Return whether a regular file is temporary, and not too large. Return False if the
         file system does not record when files are made, or is the tree's own (then the snapshot
         contains it anyway).
 
@@ -87,7 +88,7 @@ class TemporaryFiles:
         # Files that did not change since the tree began are older: no further system call is needed.
         if (
             about.st_ctime_ns < self._began_ns
-            or about.st_size > _LARGEST
+            or about.st_size > MOST_TEMPORARY
             or not path.startswith(self._places)
             or about.st_uid not in self._users
         ):

@@ -254,13 +254,14 @@ def _data(request: Request, storing: Storing, stack: ExitStack) -> DataDirectori
 
 
 def _settled(request: Request, files: Sequence[FoundFile], storing: Storing) -> list[FoundFile]:
-    """Return the files with the decision which are temporary."""
+    """Decide which files are temporary (`settle_temporary`)."""
     parent, record = storing.parent, request.target.record
+    data = tuple(f"{path}/" for path in record.data) if record is not None else ()
     return settle_temporary(
         files,
         request.options,
         parent.file if parent is not None else lambda path: None,
-        record.data if record is not None else (),
+        lambda path: path.startswith(data),
     )
 
 

@@ -12,7 +12,6 @@ import ctypes
 import os
 import stat
 from contextlib import ExitStack
-from types import TracebackType
 
 from icecore.host.kernel import libc, procfs
 
@@ -24,23 +23,15 @@ _CLOEXEC, _CREATE = 1, 6
 class MappedFiles:
     """Tell how mapped files were opened. Answers are cached: they show the state at the first
     question about a mapping, or about its process if /proc cannot be mounted.
+
+    Args:
+        owned: Closes what is opened here.
     """
 
-    def __init__(self) -> None:
-        self._owned = ExitStack()
+    def __init__(self, owned: ExitStack) -> None:
+        self._owned = owned
         self._proc: int | None = None
         self._writable: dict[int, set[int]] = {}
-
-    def __enter__(self) -> MappedFiles:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._owned.close()
 
     def opened_for_writing(self, pid: int, mapping: procfs.Mapping) -> bool:
         """Return whether a shared mapping's file was opened for writing, so that mprotect(2) can make

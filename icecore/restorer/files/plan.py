@@ -374,6 +374,8 @@ def _plan_name(
     found = _find(paths, named)
     if isinstance(found, Problem):
         return found
+    if stays and found is not None and inode_of(found[1]) == (file.device, file.inode):
+        return None
     if not _may_make(paths, name, allowed):
         return Problem(
             name,
@@ -383,8 +385,6 @@ def _plan_name(
     if found is None:
         return Action("link", named, data=True, target=os.fsencode(file.path))
     place, now = found
-    if stays and inode_of(now) == (file.device, file.inode):
-        return None
     if not file.writable and not libc.in_memory(f"/proc/self/fd/{place.directory.descriptor}"):
         return None
     if now.st_uid != file.user or not allowed.owns(now.st_uid):
