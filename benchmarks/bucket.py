@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -96,7 +95,7 @@ class Bench:
         self.mib = mib
         self.rounds = Rounds()
         self.bare = S3Backend(S3Place(BUCKET, "bare", endpoint=endpoint))
-        config = Config(s3=replace(S3Settings(), endpoint=endpoint))
+        config = Config(s3=S3Settings(endpoint=endpoint))
         self.backend: Backend = backend_at(f"s3://{BUCKET}/repository", config=config)
         self.repository = loop.run(StoredRepository.create(self.backend))
         self.cells = [memoryview(os.urandom(MIB)) for _ in range(64)]

@@ -12,6 +12,8 @@ from dataclasses import fields, replace
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import msgspec
+
 from icecore.access import passphrase
 from icecore.access.places import state_directory
 from icecore.config import Config
@@ -27,8 +29,6 @@ from icecore.service.metrics.tally import counted
 from icecore.text import harmless
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
     from icecore.dumper.dump import DumpResult
     from icecore.dumper.options import DumpOptions
     from icecore.dumper.stopping import StopRequest
@@ -45,12 +45,10 @@ Options = TypeVar("Options", "DumpOptions", "RestoreOptions")
 Word = Literal["", "host", "private"]
 
 
-def with_settings(options: Options, settings: DataclassInstance) -> Options:
+def with_settings(options: Options, settings: msgspec.Struct) -> Options:
     """Return ``options`` with the values of all settings that have the same name."""
     known = {about.name for about in fields(options)}
-    values: dict[str, Any] = {
-        about.name: getattr(settings, about.name) for about in fields(settings)
-    }
+    values: dict[str, Any] = msgspec.structs.asdict(settings)
     return replace(options, **{name: value for name, value in values.items() if name in known})
 
 

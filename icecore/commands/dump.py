@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec import structs
 
 from icecore import units
 from icecore.commands.context import Context
@@ -119,9 +120,11 @@ def dump(arguments: argparse.Namespace, context: Context) -> int:
         from icecore.commands import remote
 
         return remote.dump(arguments, context, context.service)
+    from dataclasses import replace
+
     from icecore import api
 
-    settings = replace(context.config, dump=overridden(context.config.dump, arguments))
+    settings = structs.replace(context.config, dump=overridden(context.config.dump, arguments))
     options = replace(
         api.dump_options(settings),
         job=arguments.job,

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import Field, fields, replace
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+import msgspec
+from msgspec.structs import replace
+
 from icecore import units
+from icecore.config import kinds_of
 from icecore.config.kinds import SECONDS, SIZE, SWITCH, THREADS, Kind
 from icecore.errors import UsageError
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
     from icecore.commands.context import Context
 
-Settings = TypeVar("Settings")
+Settings = TypeVar("Settings", bound=msgspec.Struct)
 #: Runs a command; returns its exit status.
 Run = Callable[[argparse.Namespace, "Context"], int]
 #: Help texts that several commands share.
@@ -194,7 +195,7 @@ class Commands:
 
 def add_setting(
     parser: argparse.ArgumentParser,
-    settings: type[DataclassInstance],
+    settings: type[msgspec.Struct],
     key: str,
     what: str,
     *flags: str,
@@ -207,11 +208,9 @@ def add_setting(
         flags: Default: the key with dashes.
         default: How the help describes the built-in default. Empty: by its value.
     """
-    about: Field[Any] = next(one for one in fields(settings) if one.name == key)
-    kind = about.metadata["kind"]
-    assert isinstance(kind, Kind)
+    kind = kinds_of(settings)[key]
     names = flags or (f"--{key.replace('_', '-')}",)
-    text = f"{what} (default: {default or _shown(about.default, kind)})"
+    text = f"{what} (default: {default or _shown(getattr(settings(), key), kind)})"
     if kind is SWITCH:
         parser.add_argument(
             *names, dest=key, action=argparse.BooleanOptionalAction, default=None, help=text
@@ -240,13 +239,8 @@ def _shown(value: Any, kind: Kind[Any]) -> str:
 
 def overridden(settings: Settings, arguments: argparse.Namespace) -> Settings:
     """Return ``settings`` with the values from the command line."""
-    known: Sequence[Field[Any]] = fields(settings)  # type: ignore[arg-type]
-    given = {about.name: getattr(arguments, about.name, None) for about in known}
-    changed: Any = replace(
-        settings, **{name: value for name, value in given.items() if value is not None}
-    )  # type: ignore[type-var]
-    result: Settings = changed
-    return result
+    given = {key: getattr(arguments, key, None) for key in settings.__struct_fields__}
+    return replace(settings, **{key: value for key, value in given.items() if value is not None})
 
 
 def gpu_map(pairs: list[str]) -> dict[str, str]:

@@ -8,9 +8,10 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import fields
 from types import FrameType
 from typing import Any
+
+import msgspec
 
 from icecore.commands.context import Context
 from icecore.commands.parsing import gpu_map, overridden
@@ -243,7 +244,7 @@ def _run_body(arguments: argparse.Namespace, context: Context) -> dict[str, Any]
 
 def _supervise_body(arguments: argparse.Namespace) -> dict[str, Any]:
     own = _given(arguments, options.SUPERVISE)
-    keep = _given(arguments, [about.name for about in fields(ForgetSettings)])
+    keep = _given(arguments, ForgetSettings.__struct_fields__)
     return {
         "resume": arguments.resume,
         "or_start": arguments.or_start,
@@ -258,9 +259,9 @@ def forget(arguments: argparse.Namespace, context: Context, service: Service) ->
     """Run icecore forget."""
     _refuse(arguments, ["gc"])
     given = {
-        about.name: getattr(arguments, about.name)
-        for about in fields(ForgetSettings)
-        if getattr(arguments, about.name) is not None
+        key: getattr(arguments, key)
+        for key in ForgetSettings.__struct_fields__
+        if getattr(arguments, key) is not None
     }
     body: dict[str, Any] = {"dry_run": arguments.dry_run}
     if arguments.snapshot:
@@ -279,7 +280,7 @@ def forget(arguments: argparse.Namespace, context: Context, service: Service) ->
                 "through the service, a policy applies to one job", cure="add --job JOB"
             )
         keep = overridden(context.config.forget, arguments)
-        policy = {about.name: getattr(keep, about.name) for about in fields(keep)}
+        policy = msgspec.structs.asdict(keep)
         body |= {"job": arguments.job, "keep": policy, "keep_tags": arguments.keep_tag}
     begun = service.post("/v1/snapshots/forget", body)
     return int(follow(service, begun, context)["exit_status"])
@@ -291,8 +292,8 @@ def _given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _others(settings: type[Any], names: Sequence[str]) -> list[str]:
-    return [about.name for about in fields(settings) if about.name not in names]
+def _others(settings: type[msgspec.Struct], names: Sequence[str]) -> list[str]:
+    return [key for key in settings.__struct_fields__ if key not in names]
 
 
 def _refuse(arguments: argparse.Namespace, names: Sequence[str]) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec import structs
 
 from icecore import units
 from icecore.commands.context import Context
@@ -139,9 +140,13 @@ def restore(arguments: argparse.Namespace, context: Context) -> int:
             context.service,
             lambda job, seen: follow(job, context, seen=seen),
         )
+    from dataclasses import replace
+
     from icecore import api
 
-    settings = replace(context.config, restore=overridden(context.config.restore, arguments))
+    settings = structs.replace(
+        context.config, restore=overridden(context.config.restore, arguments)
+    )
     options = replace(
         api.restore_options(settings),
         instance=arguments.name,

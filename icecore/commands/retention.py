@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from icecore import units
@@ -116,7 +115,7 @@ def forget(arguments: argparse.Namespace, context: Context) -> int:
     from icecore.store.maintenance.gc import Options
 
     settings = overridden(context.config.forget, arguments)
-    given = [about.name for about in fields(settings) if getattr(arguments, about.name) is not None]
+    given = [key for key in settings.__struct_fields__ if getattr(arguments, key) is not None]
     repository = context.repository()
     if arguments.snapshot:
         if given or arguments.keep_tag or arguments.job:

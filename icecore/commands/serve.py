@@ -88,8 +88,9 @@ def add(commands: Commands) -> None:
 def serve(arguments: argparse.Namespace, context: Context) -> int:
     """Run icecore serve."""
     import asyncio
-    from dataclasses import replace
     from importlib.metadata import version
+
+    from msgspec.structs import replace
 
     try:
         from icecore.service.api.app import build

@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -107,12 +106,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "share of the cores that scanning and storing a snapshot may use while the job runs",
         default="auto: as many as are idle, at least an eighth",
     )
-    for about in fields(ForgetSettings):
-        rule = about.name.removeprefix("keep_")
+    for key in ForgetSettings.__struct_fields__:
+        rule = key.removeprefix("keep_")
         add_setting(
             group,  # type: ignore[arg-type]
             ForgetSettings,
-            about.name,
+            key,
             f"after each snapshot, forget the job's older ones by this rule of forget: keep {rule}",
         )
 
@@ -233,7 +232,9 @@ def _run(
     except Asked as asked:
         state = context.registry().state
         return leave_before(plan, asked.number, read(state, plan.name), tell)
-    config = replace(context.config, dump=overridden(context.config.dump, arguments))
+    config = msgspec.structs.replace(
+        context.config, dump=overridden(context.config.dump, arguments)
+    )
     engine = RepositoryEngine(repository, config, (context.origin or Origin()).identity, owner)
     supervisor = Supervisor(
         plan,
@@ -390,8 +391,7 @@ def _policy(arguments: argparse.Namespace, context: Context) -> Policy | None:
 
     settings = overridden(context.config.forget, arguments)
     values = {
-        about.name.removeprefix("keep_"): getattr(settings, about.name)
-        for about in fields(settings)
+        key.removeprefix("keep_"): getattr(settings, key) for key in settings.__struct_fields__
     }
     if not any(values.values()):
         return None

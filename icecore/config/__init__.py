@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import Field, dataclass, field, fields
-from typing import Any, Literal, TypeVar
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
 
 from icecore.config.kinds import (
     ADDRESS,
@@ -28,49 +30,40 @@ from icecore.config.kinds import (
     choice,
 )
 
-T = TypeVar("T")
-
 #: Prefix of the environment variables that override keys: ICECORE_<SECTION>_<KEY>, or ICECORE_<KEY>
 #: for top-level keys.
 PREFIX = "ICECORE_"
 
 
-def _setting(default: T, kind: Kind[T]) -> T:
-    made: T = field(default=default, metadata={"kind": kind})
-    return made
-
-
-@dataclass(frozen=True)
-class DumpSettings:
+class DumpSettings(msgspec.Struct, frozen=True):
     """[dump]: defaults of ``icecore dump``, explained in `icecore.dumper.options.DumpOptions`."""
 
-    max_window: float = _setting(30.0, SECONDS)
-    pre_copy: Literal["auto", "on", "off"] = _setting("auto", choice("auto", "on", "off"))
-    memory: Literal["in-place", "streamed"] = _setting("in-place", choice("in-place", "streamed"))
-    staging_bytes: int = _setting(2 << 30, SIZE)
-    scan_threads: int = _setting(0, THREADS)
-    encoders: int = _setting(0, THREADS)
-    background_cpu: float = _setting(0.0, SHARE_OR_AUTO)
-    files: Literal["content", "check"] = _setting("content", choice("content", "check"))
-    with_files: bool = _setting(False, SWITCH)
-    verify_files: bool = _setting(False, SWITCH)
-    file_budget: int = _setting(4 << 30, SIZE)
-    data_budget: int = _setting(1 << 30, SIZE)
-    ghost_limit: int = _setting(1 << 30, SIZE)
-    connections: Literal["keep", "close"] = _setting("keep", choice("keep", "close"))
-    link_rate: int = _setting(0, SIZE)
-    workdir: str = _setting("/dev/shm", DIRECTORY)
-    gpu_lock: float = _setting(10.0, SECONDS)
-    gpu_shared: bool = _setting(False, SWITCH)
-    populate: bool = _setting(True, SWITCH)
-    criu_plugins: str = _setting("", DIRECTORY)
-    before: str = _setting("", COMMAND)
-    after: str = _setting("", COMMAND)
-    hook_seconds: float = _setting(300.0, SECONDS)
+    max_window: Annotated[float, SECONDS] = 30.0
+    pre_copy: Literal["auto", "on", "off"] = "auto"
+    memory: Literal["in-place", "streamed"] = "in-place"
+    staging_bytes: Annotated[int, SIZE] = 2 << 30
+    scan_threads: Annotated[int, THREADS] = 0
+    encoders: Annotated[int, THREADS] = 0
+    background_cpu: Annotated[float, SHARE_OR_AUTO] = 0.0
+    files: Literal["content", "check"] = "content"
+    with_files: Annotated[bool, SWITCH] = False
+    verify_files: Annotated[bool, SWITCH] = False
+    file_budget: Annotated[int, SIZE] = 4 << 30
+    data_budget: Annotated[int, SIZE] = 1 << 30
+    ghost_limit: Annotated[int, SIZE] = 1 << 30
+    connections: Literal["keep", "close"] = "keep"
+    link_rate: Annotated[int, SIZE] = 0
+    workdir: Annotated[str, DIRECTORY] = "/dev/shm"
+    gpu_lock: Annotated[float, SECONDS] = 10.0
+    gpu_shared: Annotated[bool, SWITCH] = False
+    populate: Annotated[bool, SWITCH] = True
+    criu_plugins: Annotated[str, DIRECTORY] = ""
+    before: Annotated[str, COMMAND] = ""
+    after: Annotated[str, COMMAND] = ""
+    hook_seconds: Annotated[float, SECONDS] = 300.0
 
 
-@dataclass(frozen=True)
-class RestoreSettings:
+class RestoreSettings(msgspec.Struct, frozen=True):
     """[restore]: defaults of ``icecore restore``, explained in
     `icecore.restorer.options.RestoreOptions`.
 
@@ -78,86 +71,79 @@ class RestoreSettings:
     run time.
     """
 
-    mode: Literal["full", "lazy"] = _setting("full", choice("full", "lazy"))
-    files: Literal["auto", "restore", "truncate", "leave"] = _setting(
-        "auto", choice("auto", "restore", "truncate", "leave")
-    )
-    verify_files: bool = _setting(False, SWITCH)
-    connections: Literal["keep", "close"] = _setting("keep", choice("keep", "close"))
-    budget_bytes: int = _setting(0, SIZE)
-    threads: int = _setting(0, THREADS)
-    placers: int = _setting(0, THREADS)
-    workdir: str = _setting("", DIRECTORY)
-    criu_seconds: float = _setting(120.0, SECONDS)
-    criu_plugins: str = _setting("", DIRECTORY)
-    stall_seconds: float = _setting(60.0, SECONDS)
-    attempts: int = _setting(4, COUNT)
-    after: str = _setting("", COMMAND)
-    hook_seconds: float = _setting(300.0, SECONDS)
+    mode: Literal["full", "lazy"] = "full"
+    files: Literal["auto", "restore", "truncate", "leave"] = "auto"
+    verify_files: Annotated[bool, SWITCH] = False
+    connections: Literal["keep", "close"] = "keep"
+    budget_bytes: Annotated[int, SIZE] = 0
+    threads: Annotated[int, THREADS] = 0
+    placers: Annotated[int, THREADS] = 0
+    workdir: Annotated[str, DIRECTORY] = ""
+    criu_seconds: Annotated[float, SECONDS] = 120.0
+    criu_plugins: Annotated[str, DIRECTORY] = ""
+    stall_seconds: Annotated[float, SECONDS] = 60.0
+    attempts: Annotated[int, COUNT] = 4
+    after: Annotated[str, COMMAND] = ""
+    hook_seconds: Annotated[float, SECONDS] = 300.0
 
 
-@dataclass(frozen=True)
-class RunSettings:
+class RunSettings(msgspec.Struct, frozen=True):
     """[run]: defaults of ``icecore run``: which namespaces a job shares with the host, whether a
     GPU job's device memory is resident, whether that outlives a crash, whether the job may use
     io_uring, which cannot be snapshotted, and the size limit of its logs (0: none).
     """
 
-    pid: Literal["host", "private"] = _setting("private", choice("host", "private"))
-    ipc: Literal["host", "private"] = _setting("private", choice("host", "private"))
-    network: Literal["host", "private"] = _setting("host", choice("host", "private"))
-    root: Literal["host", "private"] = _setting("host", choice("host", "private"))
-    tmp: Literal["host", "private"] = _setting("host", choice("host", "private"))
-    resident: bool = _setting(True, SWITCH)
-    keep_resident: bool = _setting(False, SWITCH)
-    io_uring: bool = _setting(False, SWITCH)
-    log_limit: int = _setting(0, SIZE)
+    pid: Literal["host", "private"] = "private"
+    ipc: Literal["host", "private"] = "private"
+    network: Literal["host", "private"] = "host"
+    root: Literal["host", "private"] = "host"
+    tmp: Literal["host", "private"] = "host"
+    resident: Annotated[bool, SWITCH] = True
+    keep_resident: Annotated[bool, SWITCH] = False
+    io_uring: Annotated[bool, SWITCH] = False
+    log_limit: Annotated[int, SIZE] = 0
 
 
-@dataclass(frozen=True)
-class ScheduleSettings:
+class ScheduleSettings(msgspec.Struct, frozen=True):
     """[schedule]: how ``icecore run`` looks after a job with ``--every auto``, and how it meets a
     notice. The meaning of each is in `icecore.service.supervision.plan.Plan`.
     """
 
-    max_overhead: float = _setting(0.01, SHARE)
-    max_loss: float = _setting(1800.0, SECONDS)
-    failure_seconds: float = _setting(86400.0, SECONDS)
-    slow_down: float = _setting(0.02, SHARE)
-    notice: float = _setting(0.0, SECONDS)
-    notice_command: str = _setting("", COMMAND)
-    notice_url: str = _setting("", URL)
-    requeue_command: str = _setting("", COMMAND)
-    preempted_exit: int = _setting(85, COUNT)
+    max_overhead: Annotated[float, SHARE] = 0.01
+    max_loss: Annotated[float, SECONDS] = 1800.0
+    failure_seconds: Annotated[float, SECONDS] = 86400.0
+    slow_down: Annotated[float, SHARE] = 0.02
+    notice: Annotated[float, SECONDS] = 0.0
+    notice_command: Annotated[str, COMMAND] = ""
+    notice_url: Annotated[str, URL] = ""
+    requeue_command: Annotated[str, COMMAND] = ""
+    preempted_exit: Annotated[int, COUNT] = 85
 
 
-@dataclass(frozen=True)
-class ForgetSettings:
+class ForgetSettings(msgspec.Struct, frozen=True):
     """[forget]: the retention policy of ``icecore forget`` for each job, unless ``--keep-…`` options
     override it. 0 disables a rule; -1 ("all") removes its bound.
     """
 
-    keep_last: int = _setting(0, KEEP)
-    keep_hourly: int = _setting(0, KEEP)
-    keep_daily: int = _setting(0, KEEP)
-    keep_weekly: int = _setting(0, KEEP)
-    keep_monthly: int = _setting(0, KEEP)
-    keep_yearly: int = _setting(0, KEEP)
-    keep_within: float = _setting(0.0, SECONDS)
+    keep_last: Annotated[int, KEEP] = 0
+    keep_hourly: Annotated[int, KEEP] = 0
+    keep_daily: Annotated[int, KEEP] = 0
+    keep_weekly: Annotated[int, KEEP] = 0
+    keep_monthly: Annotated[int, KEEP] = 0
+    keep_yearly: Annotated[int, KEEP] = 0
+    keep_within: Annotated[float, SECONDS] = 0.0
 
 
-@dataclass(frozen=True)
-class GcSettings:
+class GcSettings(msgspec.Struct, frozen=True):
     """[gc]: settings of ``icecore gc``.
 
     ``fence_seconds`` is the silence after which a session counts as dead; its work is then void.
     """
 
-    fence_seconds: float = _setting(1800.0, SECONDS)
+    fence_seconds: Annotated[float, SECONDS] = 1800.0
 
 
-@dataclass(frozen=True)
-class S3Settings:
+class S3Settings(msgspec.Struct, frozen=True):
     """[s3]: access to buckets. boto3 resolves empty settings from the environment, ~/.aws and the
     machine's role.
 
@@ -169,30 +155,26 @@ class S3Settings:
         attempts: How often a request is sent before its failure is final.
     """
 
-    endpoint: str = _setting("", TEXT)
-    region: str = _setting("", TEXT)
-    profile: str = _setting("", TEXT)
-    addressing: Literal["auto", "path", "virtual"] = _setting(
-        "auto", choice("auto", "path", "virtual")
-    )
-    requests: int = _setting(64, COUNT)
-    budget_bytes: int = _setting(512 << 20, SIZE)
-    patience: float = _setting(60.0, SECONDS)
-    attempts: int = _setting(10, COUNT)
+    endpoint: Annotated[str, TEXT] = ""
+    region: Annotated[str, TEXT] = ""
+    profile: Annotated[str, TEXT] = ""
+    addressing: Literal["auto", "path", "virtual"] = "auto"
+    requests: Annotated[int, COUNT] = 64
+    budget_bytes: Annotated[int, SIZE] = 512 << 20
+    patience: Annotated[float, SECONDS] = 60.0
+    attempts: Annotated[int, COUNT] = 10
 
 
-@dataclass(frozen=True)
-class CacheSettings:
+class CacheSettings(msgspec.Struct, frozen=True):
     """[cache]: a local cache of what was read from buckets, in ``directory``, of at most ``bytes``
     bytes. Without a directory there is no cache.
     """
 
-    directory: str = _setting("", DIRECTORY)
-    bytes: int = _setting(20 << 30, SIZE)
+    directory: Annotated[str, DIRECTORY] = ""
+    bytes: Annotated[int, SIZE] = 20 << 30
 
 
-@dataclass(frozen=True)
-class ServiceSettings:
+class ServiceSettings(msgspec.Struct, frozen=True):
     """[service]: the node service, ``icecore serve``.
 
     Attributes:
@@ -212,26 +194,23 @@ class ServiceSettings:
         audit_bytes: Size at which each file of the audit log is rotated.
     """
 
-    socket: str = _setting("/run/icecore/service.sock", FILE)
-    admin_group: str = _setting("", GROUP)
-    others: Literal["operate", "read", "none"] = _setting(
-        "operate", choice("operate", "read", "none")
-    )
-    repository: str = _setting("", PLACE)
-    listen: str = _setting("", ADDRESS)
-    certificate: str = _setting("", FILE)
-    key: str = _setting("", FILE)
-    plain_loopback: bool = _setting(False, SWITCH)
-    connections: int = _setting(512, COUNT)
-    requests: int = _setting(100, COUNT)
-    operations: int = _setting(8, COUNT)
-    operations_per_user: int = _setting(4, COUNT)
-    supervised_per_user: int = _setting(64, COUNT)
-    audit_bytes: int = _setting(16 << 20, SIZE)
+    socket: Annotated[str, FILE] = "/run/icecore/service.sock"
+    admin_group: Annotated[str, GROUP] = ""
+    others: Literal["operate", "read", "none"] = "operate"
+    repository: Annotated[str, PLACE] = ""
+    listen: Annotated[str, ADDRESS] = ""
+    certificate: Annotated[str, FILE] = ""
+    key: Annotated[str, FILE] = ""
+    plain_loopback: Annotated[bool, SWITCH] = False
+    connections: Annotated[int, COUNT] = 512
+    requests: Annotated[int, COUNT] = 100
+    operations: Annotated[int, COUNT] = 8
+    operations_per_user: Annotated[int, COUNT] = 4
+    supervised_per_user: Annotated[int, COUNT] = 64
+    audit_bytes: Annotated[int, SIZE] = 16 << 20
 
 
-@dataclass(frozen=True)
-class Config:
+class Config(msgspec.Struct, frozen=True):
     """All settings.
 
     Attributes:
@@ -247,13 +226,13 @@ class Config:
             empty, /var/lib/icecore, or a directory below ~/.local/state for users other than root.
     """
 
-    repository: str = _setting("", PLACE)
-    replicas: tuple[str, ...] = _setting((), PLACES)
-    passphrase_file: str = _setting("", FILE)
-    passphrase_command: str = _setting("", COMMAND)
-    plain_places: tuple[str, ...] = _setting((), PLACES)
-    criu: str = _setting("", FILE)
-    state: str = _setting("", DIRECTORY)
+    repository: Annotated[str, PLACE] = ""
+    replicas: Annotated[tuple[str, ...], PLACES] = ()
+    passphrase_file: Annotated[str, FILE] = ""
+    passphrase_command: Annotated[str, COMMAND] = ""
+    plain_places: Annotated[tuple[str, ...], PLACES] = ()
+    criu: Annotated[str, FILE] = ""
+    state: Annotated[str, DIRECTORY] = ""
     dump: DumpSettings = DumpSettings()
     restore: RestoreSettings = RestoreSettings()
     run: RunSettings = RunSettings()
@@ -265,9 +244,16 @@ class Config:
     service: ServiceSettings = ServiceSettings()
 
 
-def _kind(about: Field[Any]) -> Kind[Any] | None:
-    kind = about.metadata.get("kind")
-    return kind if isinstance(kind, Kind) else None
+@cache
+def kinds_of(section: type[msgspec.Struct]) -> Mapping[str, Kind[Any]]:
+    """Return the type of each setting of a section: that of its annotation, or the words of a Literal."""
+    found = {}
+    for key, hint in get_type_hints(section, include_extras=True).items():
+        if get_origin(hint) is Annotated:
+            (found[key],) = hint.__metadata__
+        elif get_origin(hint) is Literal:
+            found[key] = choice(*get_args(hint))
+    return found
 
 
 def every_setting(config: Config | None = None) -> Iterator[tuple[str, str, Kind[Any], Any]]:
@@ -277,16 +263,13 @@ def every_setting(config: Config | None = None) -> Iterator[tuple[str, str, Kind
         config: Default: the built-in defaults.
     """
     config = config or Config()
-    for about in fields(config):
-        value = getattr(config, about.name)
-        kind = _kind(about)
-        if kind is not None:
-            yield "", about.name, kind, value
-        else:
-            for inner in fields(value):
-                kind = _kind(inner)
-                assert kind is not None
-                yield about.name, inner.name, kind, getattr(value, inner.name)
+    for key, kind in kinds_of(Config).items():
+        yield "", key, kind, getattr(config, key)
+    for name in Config.__struct_fields__:
+        section = getattr(config, name)
+        if isinstance(section, msgspec.Struct):
+            for key, kind in kinds_of(type(section)).items():
+                yield name, key, kind, getattr(section, key)
 
 
 def variable(section: str, key: str) -> str:

@@ -137,7 +137,7 @@ def test_a_read_only_repository_can_be_read(read_only: tuple[Cli, str]) -> None:
 def test_a_read_only_repository_through_the_api(read_only: tuple[Cli, str]) -> None:
     cli, snapshot = read_only
     place = cli.environment["ICECORE_REPOSITORY"]
-    config = replace(Config(), state=str(cli.folder / "state"))
+    config = Config(state=str(cli.folder / "state"))
     told: list[Event] = []
     with icecore.Repository.open(place, state=config.state, config=config) as repository:
         with pytest.raises(StoreDenied, match="Read-only"):

@@ -14,9 +14,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 import icecore
 from icecore.config import Config
@@ -64,7 +65,7 @@ class Lab:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.config = replace(Config(), state=str(folder / "state"))
+        self.config = Config(state=str(folder / "state"))
         self.repository = icecore.Repository.create(folder / "repository")
         self.rows: list[dict[str, Any]] = []
         # Restored trees become children of this process once nobody else is their parent: their
