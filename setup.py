@@ -54,6 +54,7 @@ RESTORE_SOURCES = [
     "icecore/host/criu/detach.c",
     "icecore/host/criu/facts.c",
     "icecore/host/criu/join.c",
+    "icecore/host/criu/locks.c",
     "icecore/host/criu/names.c",
     "icecore/host/criu/placed.c",
     "icecore/host/criu/reserve.c",

@@ -39,6 +39,7 @@ from icecore.errors import DumpFailed, NotFound
 from icecore.events import Sink, phase
 from icecore.host.criu.hidden import read_hidden, read_shared
 from icecore.host.criu.images import GHOST, load_files, load_remaps
+from icecore.host.criu.lock_images import write_posix_locks
 from icecore.host.criu.lost_names import LostNames
 from icecore.host.criu.mappings import remove_copies
 from icecore.host.criu.opened_images import OpenedImages
@@ -355,6 +356,11 @@ class Capture:
         _require_no_proc_files(self._images, captured.standing)
         self._require_stored(captured)
         close_outside(self._images)
+        standing = captured.standing
+        write_posix_locks(
+            self._images,
+            {standing.pids[pid]: one.descriptors for pid, one in standing.opened.items()},
+        )
         _rename(captured, self._images, self._is_own)
         captured.surroundings = find_surroundings(
             self._images,

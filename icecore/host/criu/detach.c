@@ -20,6 +20,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "locks.h"
+
 /* The threads that this process has seized and not detached. A child of CRIU's starts with none: it
  * traces nobody. */
 static struct {
@@ -77,9 +79,13 @@ static long detach(pid_t thread, void *address, void *data)
 {
 	bool ours = seized.of == getpid();
 
-	if (ours && !seized.letting_go && !all_there()) {
-		errno = ESRCH;
-		return -1;
+	if (ours && !seized.letting_go) {
+		if (!all_there()) {
+			errno = ESRCH;
+			return -1;
+		}
+		if (set_locks(seized.threads, seized.count))
+			return -1;
 	}
 	long result = syscall(SYS_ptrace, (long)PTRACE_DETACH, (long)thread, address, data);
 	if (!ours || (result < 0 && errno != ESRCH))

@@ -115,7 +115,7 @@ class Status(msgspec.Struct, frozen=True):
 class Descriptor(msgspec.Struct, frozen=True):
     """An open file of a process. ``target`` is what /proc/PID/fd links to, ``flags`` the open(2)
     flags, ``inode`` and ``device`` of what is open, ``special`` the device that a device file stands
-    for.
+    for, ``locks`` the process's locks through it, each as a line of /proc/locks (proc(5)).
     """
 
     number: int
@@ -129,6 +129,7 @@ class Descriptor(msgspec.Struct, frozen=True):
     size: int
     links: int
     special: int
+    locks: tuple[str, ...] = ()
 
     @property
     def writable(self) -> bool:
@@ -505,9 +506,10 @@ def descriptors(pid: int) -> list[Descriptor]:
                 target = os.readlink(link)
                 about = os.stat(link)
                 with open(f"/proc/{pid}/fdinfo/{number}", "rb") as file:
-                    info = dict(
+                    lines = [
                         line.split(b":", 1) for line in file.read().splitlines() if b":" in line
-                    )
+                    ]
+                info = dict(lines)
         except NotFound:
             continue
         found.append(
@@ -523,6 +525,7 @@ def descriptors(pid: int) -> list[Descriptor]:
                 about.st_size,
                 about.st_nlink,
                 about.st_rdev,
+                tuple(value.decode().strip() for key, value in lines if key == b"lock"),
             )
         )
     if not found and not exists(pid):
