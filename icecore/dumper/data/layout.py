@@ -28,11 +28,9 @@ class Layout:
         self._gaps: list[tuple[int, int]] = []
 
     def release(self, kept: Mapping[str, object]) -> None:
-        """Give the room of all files free that are not in ``kept``. Only before anything is
-        placed.
-        """
+        """Give the room of all files free that are not in ``kept``."""
         self._of = {path: place for path, place in self._of.items() if path in kept}
-        end = 0
+        self._gaps, end = [], 0
         for first, count in sorted(self._of.values()):
             if first > end:
                 self._gaps.append((end, first - end))
