@@ -16,6 +16,7 @@ from icecore.host.criu.socket_images import (
     drop_datagrams,
     load_unix,
     outside_datagrams,
+    put_peers_first,
 )
 
 STREAM, DGRAM = socket.SOCK_STREAM, socket.SOCK_DGRAM
@@ -93,3 +94,24 @@ def test_a_datagram_socket_loses_the_peer_that_is_missing(images: Path) -> None:
 
 def test_which_names_a_restore_binds(images: Path) -> None:
     assert {one.path for one in load_unix(images) if one.is_bound} == {"/run/server", "/box"}
+
+
+def test_a_socket_comes_behind_its_peer(tmp_path: Path) -> None:
+    other = Message([(1, 0, 1), (2, 0, 99), (3, 2, b"")])
+    entries = [
+        entry(1, DGRAM, CLOSED, 2),  # a chain
+        other,
+        entry(3, STREAM, ESTABLISHED, 4),  # a pair
+        entry(5, STREAM, ESTABLISHED, 6),  # waits to be accepted
+        entry(4, STREAM, ESTABLISHED, 3),
+        entry(2, DGRAM, CLOSED, 7),
+        entry(6, STREAM, LISTENING, 0),
+        entry(7, DGRAM, CLOSED, 7),  # connected to itself
+        entry(8, DGRAM, CLOSED, 50),  # its peer is not there
+    ]
+    write_image(tmp_path / "files.img", entries, FILES)
+    assert put_peers_first(tmp_path)
+    found = [one.inode for one in load_unix(tmp_path)]
+    assert found == [7, 2, 1, 3, 6, 5, 4, 8]
+    assert read_image(tmp_path / "files.img", FILES)[1].integer(2) == 99
+    assert not put_peers_first(tmp_path)

@@ -141,6 +141,40 @@ def drop_datagrams(folder: Path, inodes: Set[int]) -> None:
     _edit(folder, lambda one, peer: one.integer(_PEER) in inodes)
 
 
+def put_peers_first(folder: Path) -> bool:
+    """Put each socket behind the one to which it is connected; return whether one was not.
+
+    CRIU (4.0 to 4.2: criu/sk-unix.c, try_resolve_unix_peer) finds a peer that it reads later only if
+    that one is connected back. A listener is not while a connection waits to be accepted, nor is a
+    datagram socket to which others send.
+    """
+    path = folder / "files.img"
+    entries = read_image(path, FILES)
+    sockets = {
+        entry.message(_ENTRY_SOCKET).integer(_INODE): entry
+        for entry in entries
+        if entry.integer(_ENTRY_TYPE) == UNIX_SOCKET
+    }
+    peers = {one: entry.message(_ENTRY_SOCKET).integer(_PEER) for one, entry in sockets.items()}
+    order: dict[int, None] = {}
+    for number in sockets:
+        chain: list[int] = []
+        while number in sockets and number not in order and number not in chain:
+            chain.append(number)
+            peer = peers[number]
+            number = 0 if peers.get(peer) == number else peer
+        order |= dict.fromkeys(reversed(chain))
+    if list(order) == list(sockets):
+        return False
+    ordered = (sockets[number] for number in order)
+    moved = [
+        next(ordered) if entry.integer(_ENTRY_TYPE) == UNIX_SOCKET else entry for entry in entries
+    ]
+    path.unlink()  # it may be shared with the repository
+    write_image(path, moved, FILES)
+    return True
+
+
 def _edit(folder: Path, leads_out: Callable[[Message, UnixImage | None], bool]) -> int:
     """Take the peer away from each socket that ``leads_out`` names, and the peers that nobody needs
     any more; return how many sockets were changed.

@@ -22,7 +22,7 @@ from icecore.host.criu.image_changes import (
     rearm_timers,
 )
 from icecore.host.criu.shared_images import can_fill_shared, fillable_shared
-from icecore.host.criu.socket_images import drop_datagrams, outside_datagrams
+from icecore.host.criu.socket_images import drop_datagrams, outside_datagrams, put_peers_first
 from icecore.host.jobs import temporary
 from icecore.host.jobs.identity import highest_limits, shortfall
 from icecore.host.jobs.logs import Stream
@@ -164,6 +164,7 @@ def prepare_files(
         if plan.init:
             forget_signals(folder, plan.init)
         _drop_datagrams(attempt, plan, folder)
+        put_peers_first(folder)
         limits = _bound_limits(attempt, plan, folder)
         expected = _expected_files(plan, put_back)
         log_sizes: Mapping[Stream, int] = {}
