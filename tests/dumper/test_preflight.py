@@ -636,6 +636,23 @@ def test_asynchronous_requests_that_begin_after_the_inspection(
     puppet.do("pass")
 
 
+# -- leases
+
+
+@pytest.mark.parametrize(("flags", "kind"), [("w", "F_WRLCK"), ("r", "F_RDLCK")])
+def test_a_job_that_holds_a_lease(flags: str, kind: str, has: Has, store: Store) -> None:
+    """Nothing opens its file: that would break the lease, and SIGIO would end the job."""
+    code = f"open('leased', 'w').close(); f = open('leased', '{flags}')"
+    code += f"\nfcntl.fcntl(f, fcntl.F_SETLEASE, fcntl.{kind})"
+    pid = has(code)
+    if kind == "F_WRLCK":
+        assert "/leased" in refused(store, pid)["lease"]
+    else:
+        store.dump(pid)
+    time.sleep(0.1)
+    assert not procfs.is_zombie(pid)
+
+
 # -- what only CRIU's images show
 
 

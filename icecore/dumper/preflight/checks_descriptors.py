@@ -90,6 +90,22 @@ def direct_requests(found: Inspection) -> list[Refusal]:
     ]
 
 
+def leases(found: Inspection) -> list[Refusal]:
+    """Refuse write leases: the first other process that opens the file breaks such a lease. The
+    holder gets SIGIO, which ends it by default.
+    """
+    return [
+        Refusal(
+            "lease",
+            f"process {process.pid} holds a write lease on {descriptor.target} (F_SETLEASE in fcntl(2)), which reading the file would break",
+            "have the job give up the lease first",
+        )
+        for process in found.processes
+        for descriptor in process.descriptors
+        if any(lock.split()[1:4:2] == ["LEASE", "WRITE"] for lock in descriptor.locks)
+    ]
+
+
 def gpus(found: Inspection) -> list[Refusal]:
     """Refuse GPUs that only a plugin of CRIU can dump, unless that plugin is there."""
     out = []

@@ -38,6 +38,7 @@ CHECKS: tuple[Check, ...] = (
     checks.system_v,
     checks_descriptors.io_uring,
     checks_descriptors.direct_requests,
+    checks_descriptors.leases,
     checks_descriptors.gpus,
     checks_descriptors.devices,
     checks_descriptors.descriptors,
