@@ -47,8 +47,10 @@ CRIU_SOURCES = [
     "icecore/host/criu/pages.c",
     "icecore/host/criu/proc.c",
     "icecore/host/criu/process_maps.c",
+    "icecore/host/criu/release.c",
     "icecore/host/criu/scripts.c",
     "icecore/host/criu/shared.c",
+    "icecore/host/criu/traced.c",
 ]
 RESTORE_SOURCES = [
     "icecore/host/criu/detach.c",
@@ -58,6 +60,7 @@ RESTORE_SOURCES = [
     "icecore/host/criu/names.c",
     "icecore/host/criu/placed.c",
     "icecore/host/criu/reserve.c",
+    "icecore/host/criu/traced.c",
 ]
 PRELOAD_SOURCES = [
     str(path) for path in sorted(Path(RESIDENT).glob("*.c")) if path.name != "keeper.c"
