@@ -28,6 +28,7 @@ from pathlib import Path
 import msgspec
 
 from icecore.commands.context import BLAS_THREADS, load_numpy
+from icecore.config import every_setting
 from icecore.host.kernel import libc
 from icecore.host.rpc import packets
 from icecore.service.api.workers import Answer, Request
@@ -39,9 +40,13 @@ _MODULES = (
     "icecore.commands.snapshots",
     "icecore.commands.supervise",
     "icecore.dumper.dump",
+    "icecore.host.jobs.launch",
+    "icecore.host.jobs.mounts",
     "icecore.repository",
+    "icecore.restorer.hooks",
     "icecore.restorer.restore",
     "icecore.service.supervision.supervisor",
+    "multiprocessing.synchronize",
 )
 _ENDED = signal.SIGCHLD
 
@@ -53,6 +58,7 @@ def main() -> int:
     libc.restore_environment()
     _load(*_MODULES)
     codec.load()
+    list(every_setting())  # what the settings may be is found out once
     worker = _main_of(sys.argv[2])
     # Collections write to all objects, so without the freeze each fork would copy most pages.
     gc.collect()

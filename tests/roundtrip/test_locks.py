@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import sqlite3
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from icecore.errors import RestoreFailed
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.registry import Registry
 from icecore.host.kernel import procfs
@@ -113,6 +115,31 @@ def test_locks_of_files_that_are_mapped(
     assert eventually(lambda: any(line.startswith("2 ") for line in lines(restored.job)))
     restored.wait_resident(30)
 
+
+def test_a_lock_that_another_process_has(trip: Trip, registry: Registry, tmp_path: Path) -> None:
+    path = tmp_path / "locked"
+    job = registry.start([sys.executable, "-c", JOB, str(path)], name="locks")
+    wait_lines(job, 20)
+    snapshot = take(trip, job, stop=True)
+    job.wait(20)
+    with subprocess.Popen(
+        [sys.executable, "-c", _OTHER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline()
+        with pytest.raises(RestoreFailed, match="another process has locked a file"):
+            bring_back(trip, registry, snapshot, files="leave")
+        other.communicate(timeout=20)
+    assert not held(path)
+
+
+#: Locks a part of the file until its input ends.
+_OTHER = """
+import fcntl, sys
+file = open(sys.argv[1], "r+b")
+fcntl.lockf(file, fcntl.LOCK_EX, 1, 1005)
+print("locked", flush=True)
+sys.stdin.read()
+"""
 
 #: Two processes write to a database with a log that both have mapped.
 WRITERS = """

@@ -19,6 +19,7 @@
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -28,6 +29,7 @@
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "say.h"
@@ -35,8 +37,10 @@
 #define SHOWN __attribute__((visibility("default")))
 /* Address space; memory is used for the locks that there are. */
 #define MOST (1 << 20)
-/* Below the stack pointer, compilers may keep data (System V ABI, x86-64). */
-#define RED_ZONE 128
+
+/* How often a lock is tried. */
+#define PATIENCE 500
+#define PAUSE ((struct timespec){0, 10000000})
 
 struct lock {
 	pid_t process; /* as it sees itself */
@@ -76,16 +80,27 @@ SHOWN int fcntl64(int descriptor, int command, ...)
 	va_start(arguments, command);
 	void *argument = va_arg(arguments, void *);
 	va_end(arguments);
-	long result = syscall(SYS_fcntl, descriptor, command, argument);
-	if (!result && command == F_SETLKW && note(descriptor, argument))
-		return -1;
-	return (int)result;
+	if (command != F_SETLKW)
+		return (int)syscall(SYS_fcntl, descriptor, command, argument);
+	/* CRIU waits for ever for a lock that another process has. */
+	for (int turn = 0; syscall(SYS_fcntl, descriptor, F_SETLK, argument); turn++) {
+		if ((errno != EAGAIN && errno != EACCES) || turn == PATIENCE)
+			return -1;
+		nanosleep(&PAUSE, NULL);
+	}
+	return note(descriptor, argument);
 }
 
 SHOWN int fcntl(int, int, ...) __attribute__((alias("fcntl64")));
 
 #if defined(__x86_64__)
 #include <sys/user.h>
+
+/* What a thread needs for a call, in its memory. */
+struct request {
+	unsigned char instruction[8];
+	struct flock flock;
+};
 
 /* Let a thread that stands go on until it stands at a system call. Signals that come meanwhile are
  * kept: only SIGSTOP can, because the others are blocked. */
@@ -109,39 +124,50 @@ static int step(pid_t thread, bool *stopped)
 	}
 }
 
-static int transfer(pid_t thread, bool write, void *own, uintptr_t at, size_t size)
+/* Where a thread makes its calls: the beginning of a private mapping with code, which a tracer can
+ * write to. 0: there is none. */
+static uintptr_t code_of(pid_t thread)
 {
-	struct iovec local = {own, size}, remote = {(void *)at, size};
-	ssize_t done = write ? process_vm_writev(thread, &local, 1, &remote, 1, 0)
-			     : process_vm_readv(thread, &local, 1, &remote, 1, 0);
-	return done == (ssize_t)size ? 0 : -1;
+	char path[64], line[512];
+	unsigned long start, found = 0;
+
+	snprintf(path, sizeof path, "/proc/%d/maps", thread);
+	FILE *file = fopen(path, "re");
+	while (file && !found && fgets(line, sizeof line, file))
+		if (strstr(line, " r-xp ") && sscanf(line, "%lx-", &start) == 1)
+			found = start;
+	if (file)
+		fclose(file);
+	return found;
 }
 
-/* Where a thread makes its call: the beginning of the page that it executes is there as a whole. */
-static uintptr_t page_of(const struct user_regs_struct *regs)
+static int put(pid_t thread, uintptr_t at, const struct request *request)
 {
-	return regs->rip & ~4095ul;
+	const long *words = (const long *)request;
+
+	for (size_t i = 0; i < sizeof *request / sizeof *words; i++)
+		if (ptrace(PTRACE_POKETEXT, thread, at + i * sizeof *words, words[i]))
+			return -1;
+	return 0;
 }
 
-/* Have a thread make the call, with the registers and the memory that it has. */
-static int call(pid_t thread, const struct lock *lock, const struct user_regs_struct *own,
-    bool *stopped)
+/* Have a thread set a lock, with the registers that it has. */
+static int call(pid_t thread, uintptr_t at, const struct lock *lock,
+    const struct user_regs_struct *own, bool *stopped)
 {
 	struct user_regs_struct regs = *own;
-	struct flock flock = lock->flock;
-	uintptr_t at = (own->rsp - RED_ZONE - sizeof flock) & ~15ul;
+	struct request request = {{0x0f, 0x05}, lock->flock}; /* syscall */
 
-	flock.l_pid = 0;
-	if (transfer(thread, true, &flock, at, sizeof flock))
-		return -1;
-	regs.rip = page_of(own);
+	request.flock.l_pid = 0;
+	regs.rip = at;
 	regs.rax = SYS_fcntl;
 	regs.orig_rax = -1;
 	regs.rdi = (unsigned)lock->descriptor;
 	regs.rsi = F_SETLK;
-	regs.rdx = at;
-	if (ptrace(PTRACE_SETREGS, thread, NULL, &regs) || step(thread, stopped) ||
-	    step(thread, stopped) || ptrace(PTRACE_GETREGS, thread, NULL, &regs))
+	regs.rdx = at + offsetof(struct request, flock);
+	if (put(thread, at, &request) || ptrace(PTRACE_SETREGS, thread, NULL, &regs) ||
+	    step(thread, stopped) || step(thread, stopped) ||
+	    ptrace(PTRACE_GETREGS, thread, NULL, &regs))
 		return -1;
 	errno = -(int)(long)regs.rax;
 	return regs.rax ? -1 : 0;
@@ -151,35 +177,28 @@ static int call(pid_t thread, const struct lock *lock, const struct user_regs_st
 static int set(pid_t thread, pid_t process)
 {
 	const uint64_t all = ~0ull;
-	const uint16_t instruction = 0x050f; /* syscall */
 	struct user_regs_struct own;
+	struct request before;
+	struct iovec local = {&before, sizeof before}, remote = {NULL, sizeof before};
 	uint64_t mask;
-	char saved[RED_ZONE + sizeof(struct flock) + 16];
 	bool stopped = false;
 	int why = 0;
 
-	if (ptrace(PTRACE_GETREGS, thread, NULL, &own) ||
+	remote.iov_base = (void *)code_of(thread);
+	if (process_vm_readv(thread, &local, 1, &remote, 1, 0) != sizeof before ||
+	    ptrace(PTRACE_GETREGS, thread, NULL, &own) ||
 	    ptrace(PTRACE_GETSIGMASK, thread, sizeof mask, &mask) ||
 	    ptrace(PTRACE_SETSIGMASK, thread, sizeof all, &all))
 		return -1;
-	uintptr_t below = own.rsp - sizeof saved;
-	long code, ours;
-	if (transfer(thread, false, &code, page_of(&own), sizeof code) ||
-	    transfer(thread, false, saved, below, sizeof saved))
-		return -1;
-	ours = (code & ~0xffffl) | instruction;
-	if (ptrace(PTRACE_POKETEXT, thread, page_of(&own), ours))
-		return -1;
+	uintptr_t at = (uintptr_t)remote.iov_base;
 	for (unsigned i = 0; i < noted->count && !why; i++)
 		if (noted->locks[i].process == process &&
-		    call(thread, &noted->locks[i], &own, &stopped)) {
+		    call(thread, at, &noted->locks[i], &own, &stopped)) {
 			why = errno;
 			SAY("process %d cannot lock descriptor %d again: %s\n", process,
 			    noted->locks[i].descriptor, strerror(why));
 		}
-	if (ptrace(PTRACE_POKETEXT, thread, page_of(&own), code) ||
-	    transfer(thread, true, saved, below, sizeof saved) ||
-	    ptrace(PTRACE_SETREGS, thread, NULL, &own) ||
+	if (put(thread, at, &before) || ptrace(PTRACE_SETREGS, thread, NULL, &own) ||
 	    ptrace(PTRACE_SETSIGMASK, thread, sizeof mask, &mask) ||
 	    (stopped && kill(thread, SIGSTOP)))
 		return -1;
