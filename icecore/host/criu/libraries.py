@@ -33,13 +33,13 @@ def dump_environment(hidden: str | None, hold: str = "") -> dict[str, str]:
     (icecore/host/criu/proc.c), remembers what the kernel can do (icecore/host/criu/facts.c), takes
     smaps from copies (icecore/host/criu/mappings.c), knows how mapped files were opened
     (icecore/host/criu/map_files.c), does not look for tracked connections where there are none
-    (icecore/host/criu/conntrack.c), and starts its action script once
-    (icecore/host/criu/scripts.c).
+    (icecore/host/criu/conntrack.c), starts its action script once (icecore/host/criu/scripts.c),
+    and lets all threads go together (icecore/host/criu/release.c).
 
     Without it a window is longer by some 7 ms for each GiB of addresses that its processes have
     reserved, and by some 45 ms for each GiB of small pages that they use. Dumps of two jobs at the
     same time can fail. So can the restore of a job that mapped a file at addresses where an earlier
-    snapshot found another file.
+    snapshot found another file. A process that is continued right after a window can stay stopped.
 
     Args:
         hidden: Path of a file for what CRIU is kept from seeing (`icecore.host.criu.hidden`); None:
@@ -66,8 +66,9 @@ def restore_environment(
 ) -> dict[str, str]:
     """Return what CRIU's environment needs besides ours for a restore: if it was built, a library
     that treats a thread killed while others run as one that was detached
-    (icecore/host/criu/detach.c), among other things. Without it a restore fails if a process of
-    the job ends another, or its own threads, while CRIU detaches them.
+    (icecore/host/criu/detach.c), and has processes set their POSIX locks again
+    (icecore/host/criu/locks.c), among other things. Without it a restore fails if a process of the
+    job ends another, or its own threads, while CRIU detaches them. Locks of mapped files are lost.
 
     Args:
         cgroups: Files cgroup.procs of the groups that CRIU, and with it the tree, joins
