@@ -347,7 +347,7 @@ CASES = {
     ),
     "pidfd of another": ("pidfd", "f = os.pidfd_open(1)"),
     "message queue": (
-        "mount",
+        "message-queue",
         "f = libc.mq_open(b'/icecore-test', 0o102, 0o600, None); libc.mq_unlink(b'/icecore-test')",
     ),
     "vsock": ("socket", "s = socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)"),

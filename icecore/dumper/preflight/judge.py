@@ -42,6 +42,7 @@ CHECKS: tuple[Check, ...] = (
     checks_descriptors.devices,
     checks_descriptors.descriptors,
     checks_descriptors.pidfds,
+    checks_descriptors.queues,
     checks_descriptors.mounts,
     checks_descriptors.protocols,
     checks_descriptors.internet,
