@@ -247,6 +247,41 @@ def test_a_deadline_scheduled_process(has: Has, store: Store) -> None:
     assert list(refused(store, pid)) == ["scheduling"]
 
 
+#: A process whose main thread ends while another runs for some seconds.
+_OUTLIVED = """
+import threading
+def outlived(seconds):
+    threading.Thread(target=lambda: (time.sleep(seconds), os._exit(0))).start()
+    libc.syscall(60, 0)
+"""
+
+
+def test_a_process_whose_main_thread_has_ended(has: Has, store: Store) -> None:
+    child = "r, w = os.pipe()\nchild = os.fork()\nif not child: outlived(1000)"
+    pid = has(f"{_OUTLIVED}{child}\nopen('child', 'w').write(str(child))\ntime.sleep(0.1)")
+    (other,) = procfs.children(pid)
+    assert f"main thread of process {other} has ended" in refused(store, pid)["main-thread"]
+    root = has(f"{_OUTLIVED}signal.signal(signal.SIGUSR1, lambda *_: outlived(1000))")
+    os.kill(root, signal.SIGUSR1)
+    assert eventually(lambda: procfs.is_zombie(root))
+    assert f"main thread of process {root} has ended" in refused(store, root)["main-thread"]
+
+
+def test_a_process_that_ends_soon_after_its_main_thread(has: Has) -> None:
+    pid = has(f"{_OUTLIVED}if os.fork() == 0: outlived(0.3)\ntime.sleep(0.1)")
+    assert "main-thread" not in refusals(pid)
+
+
+def test_a_main_thread_that_ends_after_preflight(puppet: Puppet, store: Store) -> None:
+    """CRIU fails until the process has ended; the dump repeats its window."""
+    puppet.do(_OUTLIVED)
+    end = "if os.fork() == 0: outlived(0.3)\ntime.sleep(0.1)"
+    events = Events({("dump.preflight", "end"): lambda _: puppet.do(end)})
+    store.dump(puppet.pid, events=events)
+    retries = events.named("dump.retry")
+    assert retries and "the main thread" in str(retries[0].fields["error"])
+
+
 NAMESPACES = {
     "mount": 0x20000,
     "uts": 0x4000000,

@@ -5,6 +5,7 @@ what was seen to make CRIU's dump, or a restore of it, fail.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import islice
@@ -27,6 +28,9 @@ _USER_END = (1 << 47) - 4096
 #: For images whose size is not known beforehand: page tables, core, file and socket images of many
 #: processes.
 _WORKDIR_SLACK = 64 << 20
+#: How often to look whether a process with a dead main thread is about to end, and the seconds
+#: between two looks.
+_ENDING_LOOKS, _ENDING_PAUSE = 50, 0.01
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -150,6 +154,33 @@ def _own(pid: int, thread: int, namespaces: Mapping[str, int]) -> str:
     theirs = procfs.thread_namespaces(pid, thread)
     kinds = [kind for kind in theirs if theirs[kind] != namespaces.get(kind)]
     return f"namespaces ({', '.join(kinds)})" if kinds else ""
+
+
+def main_threads(found: Inspection) -> list[Refusal]:
+    """Refuse processes whose main thread has ended while others run. CRIU takes them for zombies."""
+    return [
+        main_thread_ended(p.pid) for p in found.processes if p.status.zombie and outlived(p.pid)
+    ]
+
+
+def main_thread_ended(pid: int) -> Refusal:
+    """Return the refusal of a process without its main thread."""
+    return Refusal(
+        "main-thread",
+        f"the main thread of process {pid} has ended (pthread_exit) while other threads run, and CRIU cannot dump such a process",
+        "have the main thread wait for the others (pthread_join), or take the snapshot once that process has ended",
+    )
+
+
+def outlived(zombie: int) -> bool:
+    """Return whether other threads of a zombie run on. Every process that ends with threads looks so
+    for a moment, so look for a while.
+    """
+    for _ in range(_ENDING_LOOKS):
+        if procfs.is_over(zombie):
+            return False
+        time.sleep(_ENDING_PAUSE)
+    return True
 
 
 def proc(found: Inspection) -> list[Refusal]:

@@ -30,6 +30,7 @@ CHECKS: tuple[Check, ...] = (
     checks.traced,
     checks.scheduling,
     checks.namespaces,
+    checks.main_threads,
     checks.threads,
     checks.proc,
     checks.foreign_limits,
@@ -91,6 +92,8 @@ def check_target(pid: int) -> list[Refusal]:
     if procfs.is_kernel_thread(pid):
         return [Refusal("kernel-thread", f"{pid} is a thread of the kernel", "name a process")]
     if procfs.is_zombie(pid):
+        if checks.outlived(pid):
+            return [checks.main_thread_ended(pid)]
         return [
             Refusal(
                 "zombie",

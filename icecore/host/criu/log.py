@@ -153,6 +153,12 @@ KNOWN: list[tuple[re.Pattern[str], Cause]] = [
             "try again",
         ),
         (
+            r"Zombies with threads are not supported",
+            RESTLESS,
+            "the main thread of a process has ended (pthread_exit) while other threads run",
+            "try again once that process has ended",
+        ),
+        (
             r"Can't (?:dump|handle).*(?:of that type|device)|Can't dump file .* \[\d+\]|unsupported file",
             "file-type",
             "a process has an open file of a kind that CRIU cannot dump",
