@@ -23,6 +23,7 @@ import msgspec
 import pytest
 
 from icecore.dumper.freeze.guard import DumpGuard
+from icecore.dumper.observe import unaccepted
 from icecore.dumper.observe.files import tree_pids
 from icecore.dumper.observe.gpus import GpuInspection, GpuProcess
 from icecore.dumper.observe.inspection import inspect_tree
@@ -442,6 +443,67 @@ def test_a_unix_connection_that_leads_outside(
                 assert f"connected to {os.getpid()} (" in message and "was not built" in message
 
 
+#: Connections that wait for accept(2), and what a refusal says of them.
+UNACCEPTED = {
+    "unix": (
+        "s = socket.socket(socket.AF_UNIX); s.bind('s'); s.listen()\n"
+        "c = socket.socket(socket.AF_UNIX); c.connect('s'); c.send(b'x')",
+        "has sent data",
+    ),
+    "tcp": (
+        "s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); c = socket.create_connection(s.getsockname())",
+        "listens on TCP port",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNACCEPTED)
+def test_a_connection_that_is_never_accepted(
+    case: str, has: Has, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unaccepted, "_LOOKS", 5)
+    code, what = UNACCEPTED[case]
+    pid = has(code)
+    found = refused(store, pid)
+    assert list(found) == ["unaccepted"]
+    assert f"of process {pid} " in found["unaccepted"] and what in found["unaccepted"]
+    if case == "tcp":
+        store.dump(pid, DumpOptions(connections="close"))
+
+
+@pytest.mark.parametrize("case", UNACCEPTED)
+def test_a_connection_that_is_accepted_soon(case: str, puppet: Puppet, store: Store) -> None:
+    """Neither preflight refuses it, nor does the window begin before it is accepted."""
+    code, _ = UNACCEPTED[case]
+    accept = (
+        "import threading; threading.Timer(0.3, lambda: globals().update(p=s.accept())).start()"
+    )
+    events = Events({("dump.preflight", "end"): lambda _: puppet.do(f"{code}\n{accept}")})
+    store.dump(puppet.pid, events=events)
+    assert not events.named("dump.retry")
+    puppet.do("p[0].close(); c.close(); s.close(); os.path.exists('s') and os.unlink('s')")
+    puppet.do(f"{code}\n{accept}")
+    store.dump(puppet.pid)
+
+
+@pytest.mark.parametrize("case", UNACCEPTED)
+def test_a_connection_that_is_not_accepted_in_the_window(
+    case: str, puppet: Puppet, store: Store
+) -> None:
+    """The dump is repeated, and its error names the process."""
+    code, _ = UNACCEPTED[case]
+    begin = iter([code])
+    events = Events(
+        {
+            ("dump.window", "begin"): lambda _: [puppet.do(code) for code in begin],
+            ("dump.retry", ""): lambda _: puppet.do("p = s.accept()"),
+        }
+    )
+    store.dump(puppet.pid, events=events)
+    (retry,) = events.named("dump.retry")
+    assert f"a socket of process {puppet.pid} (" in str(retry.fields["error"])
+
+
 def test_internet_sockets_and_an_old_criu(has: Has, store: Store) -> None:
     if not kernel_refuses_options():
         pytest.skip("this kernel refuses nothing")
@@ -561,6 +623,7 @@ FINE = {
     "name like a deleted one": "f = open('x (deleted)', 'w'); f.write('hello'); f.flush()",
     "path only": "f = [os.open('.', os.O_PATH), os.open('/proc/self/exe', os.O_PATH | os.O_NOFOLLOW)]",
     "fifo": "os.mkfifo('fifo'); f = os.open('fifo', os.O_RDWR)",
+    "unix connection that is not accepted": "s = socket.socket(socket.AF_UNIX); s.bind('s'); s.listen(); c = socket.socket(socket.AF_UNIX); c.connect('s')",
     "pending message": "a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET); a.send(b'x')",
 }
 

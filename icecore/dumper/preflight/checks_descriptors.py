@@ -15,6 +15,7 @@ from itertools import islice
 from icecore.dumper.observe import asynchronous_io
 from icecore.dumper.observe.inspection import Inspection, ProcessInspection, mount_ids
 from icecore.dumper.observe.sockets import UnixSocket, kernel_refuses_options, owner, unix_sockets
+from icecore.dumper.observe.unaccepted import await_accepted
 from icecore.dumper.preflight.checks import Refusal, in_hosts
 from icecore.host.criu.program import SOCKETS_PLUGIN, has_plugin
 from icecore.host.kernel import libc, procfs
@@ -305,6 +306,19 @@ def internet(found: Inspection) -> list[Refusal]:
             f"{'processes' if len(users) > 1 else 'process'} {', '.join(map(str, users[:5]))} {'have' if len(users) > 1 else 'has'} some",
             "install CRIU 4.2 or newer: tools/install-criu --suite sid",
         )
+    ]
+
+
+def unaccepted(found: Inspection) -> list[Refusal]:
+    """Refuse connections that CRIU cannot dump before the server accepts them, unless it does soon."""
+    left = await_accepted(
+        found.root,
+        tcp=found.options.connections == "keep",
+        sockets=[(p.pid, p.sockets) for p in found.processes],
+    )
+    return [
+        Refusal("unaccepted", f"{one.message}, and CRIU cannot dump it", one.cure)
+        for one in left[:_MOST_NAMED]
     ]
 
 

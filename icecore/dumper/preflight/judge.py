@@ -47,6 +47,7 @@ CHECKS: tuple[Check, ...] = (
     checks_descriptors.mounts,
     checks_descriptors.protocols,
     checks_descriptors.internet,
+    checks_descriptors.unaccepted,
     checks_descriptors.unix_peers,
     checks.deleted,
     checks.file_budget,

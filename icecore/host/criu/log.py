@@ -46,6 +46,10 @@ _PIPES_CURE = (
 #: Name of the cause of a dump that fails because processes or threads come and go meanwhile.
 RESTLESS = "ended"
 
+#: Name of the cause of a dump that fails because a connection waits for accept(2). The error line
+#: ends with the inode of the socket.
+UNACCEPTED = "unaccepted"
+
 #: Name of the cause of a restore that fails because another process has an id of the tree.
 PID_TAKEN = "pid-taken"
 
@@ -101,6 +105,12 @@ KNOWN: list[tuple[re.Pattern[str], Cause]] = [
             "tcp-established",
             "a process holds an established TCP connection",
             "have the job close it before the dump",
+        ),
+        (
+            r"in-flight socket|In-flight connection \(l\)",
+            UNACCEPTED,
+            "a connection that the server has not accepted yet cannot be dumped",
+            "try again; if that does not help, have the server accept its connections before the dump, or its clients pause (--before)",
         ),
         (
             r"might require shell-job option|Found dangling tty|tty: Can't (?:find|open) master|can't find slave",
