@@ -12,7 +12,7 @@ from contextlib import ExitStack, nullcontext, suppress
 
 import msgspec
 
-from icecore.dumper.capture import ProcFileOpen
+from icecore.dumper.capture import FileInFlight, ProcFileOpen
 from icecore.dumper.freeze.window import ConnectionUnaccepted, TreeRestless
 from icecore.dumper.hooks import Hooks, hooks_of
 from icecore.dumper.observe.deaths import DeathWatch, ProcessEnded
@@ -45,7 +45,14 @@ _FIRST_PAUSE, _MOST_PAUSE = 0.02, 1.0
 #: the seconds between two tries: about as long as CUDA takes to initialise.
 _REPEATS, _REPEAT_PAUSE = 4, 1.0
 #: Failures after which another dump may succeed.
-_PASSING = (ConnectionUnaccepted, GpusChanged, ProcessEnded, ProcFileOpen, TreeRestless)
+_PASSING = (
+    ConnectionUnaccepted,
+    FileInFlight,
+    GpusChanged,
+    ProcessEnded,
+    ProcFileOpen,
+    TreeRestless,
+)
 
 
 class DumpResult(msgspec.Struct, frozen=True):
@@ -172,7 +179,7 @@ def _run_until_fit(request: Request, hooks: Hooks) -> Committed:
     """Run the phases, and start over if a process started to use a GPU after the inspection, as the
     process that starts torch.compile's compilers does, if a process without device memory has ended,
     if CRIU could not stop a tree with device memory, if the job had a file open that a restore would
-    not find, or if a connection waited for accept(2).
+    not find, if a connection waited for accept(2), or if a file was only in the queue of a socket.
     """
     began = DeathWatch(request.target.pid, request.target.job)
     for pause in (*[_REPEAT_PAUSE] * (_REPEATS - 1), None):

@@ -737,14 +737,20 @@ def test_asynchronous_requests_that_begin_after_the_inspection(
 # -- what only CRIU's images show
 
 
-def test_a_file_that_is_only_in_the_queue_of_a_socket(puppet: Puppet, store: Store) -> None:
+_SEND_FILE = (
+    "a, b = socket.socketpair(); f = open('state', 'w+b', buffering=0); f.write(b'1')\n"
+    "a.send(bytes(70_000)); socket.send_fds(a, [b'x'], [f.fileno()]); f.close()"
+)
+
+
+def test_a_file_that_is_only_in_the_queue_of_a_socket(
+    puppet: Puppet, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No snapshot would contain its content, and a restore would give the job whatever file is
     there.
     """
-    puppet.do(
-        "a, b = socket.socketpair(); f = open('state', 'w+b', buffering=0); f.write(b'1')\n"
-        "a.send(bytes(70_000)); socket.send_fds(a, [b'x'], [f.fileno()]); f.close()"
-    )
+    monkeypatch.setattr("icecore.dumper.dump._REPEAT_PAUSE", 0.01)
+    puppet.do(_SEND_FILE)
     with pytest.raises(DumpFailed, match=r"state is in the queue of a socket") as caught:
         store.dump(puppet.pid)
     assert "again" in caught.value.cure and not store.snapshots()
@@ -752,6 +758,16 @@ def test_a_file_that_is_only_in_the_queue_of_a_socket(puppet: Puppet, store: Sto
     puppet.do("got = b.recv(70_000)\n_, (f,), *_ = socket.recv_fds(b, 100, 1)")
     recorded = store.read(store.dump(puppet.pid).snapshot)
     assert recorded.content("file", str(puppet.folder / "state")) == b"1"
+
+
+def test_a_file_that_is_received_between_two_tries(puppet: Puppet, store: Store) -> None:
+    puppet.do(_SEND_FILE)
+    receive = "got = b.recv(70_000)\n_, (f,), *_ = socket.recv_fds(b, 100, 1)"
+    events = Events({("dump.retry", ""): lambda _: puppet.do(receive)})
+    recorded = store.read(store.dump(puppet.pid, events=events).snapshot)
+    assert recorded.content("file", str(puppet.folder / "state")) == b"1"
+    (retry,) = events.named("dump.retry")
+    assert "state is in the queue of a socket" in str(retry.fields["error"])
 
 
 # -- warnings
