@@ -16,6 +16,7 @@ from icecore.dumper.capture import FileInFlight, ProcFileOpen
 from icecore.dumper.freeze.window import ConnectionUnaccepted, TreeRestless
 from icecore.dumper.hooks import Hooks, hooks_of
 from icecore.dumper.observe.deaths import DeathWatch, ProcessEnded
+from icecore.dumper.observe.outlived import await_ends
 from icecore.dumper.observe.unaccepted import await_accepted
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.phases.capture import capture
@@ -229,7 +230,8 @@ def _window(request: Request, accepted: Accepted, ready: Ready, deaths: DeathWat
     # On an error, first the driver brings back what it has moved out, then CRIU lets go.
     with ready.window, ready.devices or nullcontext():
         start_criu(request, accepted, ready)
-        # Preflight was a while ago. If one still waits, CRIU says so.
+        # Preflight was a while ago. What still hinders CRIU after the wait, CRIU reports.
+        await_ends(request.target.pid)
         await_accepted(request.target.pid, tcp=request.options.connections == "keep")
         with phase(request.emit, "dump.window") as running, undisturbed():
             frozen = freeze(request, accepted, ready, running)

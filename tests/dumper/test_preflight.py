@@ -274,13 +274,22 @@ def test_a_process_that_ends_soon_after_its_main_thread(has: Has) -> None:
 
 
 def test_a_main_thread_that_ends_after_preflight(puppet: Puppet, store: Store) -> None:
-    """CRIU fails until the process has ended; the dump repeats its window."""
+    """The window begins once the process has ended."""
     puppet.do(_OUTLIVED)
     end = "if os.fork() == 0: outlived(0.3)\ntime.sleep(0.1)"
     events = Events({("dump.preflight", "end"): lambda _: puppet.do(end)})
     store.dump(puppet.pid, events=events)
-    retries = events.named("dump.retry")
-    assert retries and "the main thread" in str(retries[0].fields["error"])
+    assert not events.named("dump.retry")
+
+
+def test_a_main_thread_that_ends_in_the_window(puppet: Puppet, store: Store) -> None:
+    """CRIU fails, and the dump repeats its window."""
+    puppet.do(_OUTLIVED)
+    end = iter(["if os.fork() == 0: outlived(0.3)\ntime.sleep(0.1)"])
+    events = Events({("dump.window", "begin"): lambda _: [puppet.do(code) for code in end]})
+    store.dump(puppet.pid, events=events)
+    (retry,) = events.named("dump.retry")
+    assert "the main thread" in str(retry.fields["error"])
 
 
 NAMESPACES = {

@@ -5,7 +5,6 @@ what was seen to make CRIU's dump, or a restore of it, fail.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import islice
@@ -15,6 +14,7 @@ import msgspec
 from icecore.dumper.memory.shared import open_shared
 from icecore.dumper.observe.files import ghosts
 from icecore.dumper.observe.inspection import Inspection, ProcessInspection
+from icecore.dumper.observe.outlived import outlived
 from icecore.errors import NotFound
 from icecore.host.criu.hidden import hides
 from icecore.host.criu.libraries import CRIU_LIBRARY
@@ -28,9 +28,6 @@ _USER_END = (1 << 47) - 4096
 #: For images whose size is not known beforehand: page tables, core, file and socket images of many
 #: processes.
 _WORKDIR_SLACK = 64 << 20
-#: How often to look whether a process with a dead main thread is about to end, and the seconds
-#: between two looks.
-_ENDING_LOOKS, _ENDING_PAUSE = 50, 0.01
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -170,17 +167,6 @@ def main_thread_ended(pid: int) -> Refusal:
         f"the main thread of process {pid} has ended (pthread_exit) while other threads run, and CRIU cannot dump such a process",
         "have the main thread wait for the others (pthread_join), or take the snapshot once that process has ended",
     )
-
-
-def outlived(zombie: int) -> bool:
-    """Return whether other threads of a zombie run on. Every process that ends with threads looks so
-    for a moment, so look for a while.
-    """
-    for _ in range(_ENDING_LOOKS):
-        if procfs.is_over(zombie):
-            return False
-        time.sleep(_ENDING_PAUSE)
-    return True
 
 
 def proc(found: Inspection) -> list[Refusal]:

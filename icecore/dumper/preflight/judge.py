@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from icecore.dumper.observe.inspection import Inspection
+from icecore.dumper.observe.outlived import outlived
 from icecore.dumper.preflight import checks, checks_descriptors, checks_gpu
 from icecore.dumper.preflight.checks import Check, Refusal
 from icecore.errors import NotFound, PreflightRefused
@@ -93,7 +94,7 @@ def check_target(pid: int) -> list[Refusal]:
     if procfs.is_kernel_thread(pid):
         return [Refusal("kernel-thread", f"{pid} is a thread of the kernel", "name a process")]
     if procfs.is_zombie(pid):
-        if checks.outlived(pid):
+        if outlived(pid):
             return [checks.main_thread_ended(pid)]
         return [
             Refusal(
