@@ -64,6 +64,12 @@ class ProcFileOpen(DumpFailed):
     """
 
 
+class FileInFlight(DumpFailed):
+    """A file was only in the queue of a socket (SCM_RIGHTS). Receivers take it out soon: another dump
+    may succeed.
+    """
+
+
 class Lost(msgspec.Struct):
     """An open file that lost its name.
 
@@ -405,7 +411,7 @@ class Capture:
                 self._data is not None and self._data.contain(file.path)
             )
             if writable and file.path not in stored and not elsewhere:
-                raise DumpFailed(
+                raise FileInFlight(
                     f"{file.path} is in the queue of a socket (SCM_RIGHTS), open for writing, and was not read in the window",
                     cure="take the snapshot again once the receiver has received the file",
                 )

@@ -12,10 +12,12 @@ from contextlib import ExitStack, nullcontext, suppress
 
 import msgspec
 
-from icecore.dumper.capture import ProcFileOpen
-from icecore.dumper.freeze.window import TreeRestless
+from icecore.dumper.capture import FileInFlight, ProcFileOpen
+from icecore.dumper.freeze.window import ConnectionUnaccepted, TreeRestless
 from icecore.dumper.hooks import Hooks, hooks_of
 from icecore.dumper.observe.deaths import DeathWatch, ProcessEnded
+from icecore.dumper.observe.outlived import await_ends
+from icecore.dumper.observe.unaccepted import await_accepted
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.phases.capture import capture
 from icecore.dumper.phases.commit import Committed, commit
@@ -42,7 +44,16 @@ _ATTEMPTS = 12
 _FIRST_PAUSE, _MOST_PAUSE = 0.02, 1.0
 #: The most tries of a whole dump if a transient condition that shows only late makes it fail, and
 #: the seconds between two tries: about as long as CUDA takes to initialise.
-_REPEATS, _REPEAT_PAUSE = 4, 1.0
+_REPEATS, _REPEAT_PAUSE = 6, 1.0
+#: Failures after which another dump may succeed.
+_PASSING = (
+    ConnectionUnaccepted,
+    FileInFlight,
+    GpusChanged,
+    ProcessEnded,
+    ProcFileOpen,
+    TreeRestless,
+)
 
 
 class DumpResult(msgspec.Struct, frozen=True):
@@ -168,8 +179,8 @@ def dump(
 def _run_until_fit(request: Request, hooks: Hooks) -> Committed:
     """Run the phases, and start over if a process started to use a GPU after the inspection, as the
     process that starts torch.compile's compilers does, if a process without device memory has ended,
-    if CRIU could not stop a tree with device memory, or if the job had a file open that a restore
-    would not find.
+    if CRIU could not stop a tree with device memory, if the job had a file open that a restore would
+    not find, if a connection waited for accept(2), or if a file was only in the queue of a socket.
     """
     began = DeathWatch(request.target.pid, request.target.job)
     for pause in (*[_REPEAT_PAUSE] * (_REPEATS - 1), None):
@@ -179,7 +190,7 @@ def _run_until_fit(request: Request, hooks: Hooks) -> Committed:
             with began.explaining(), ExitStack() as stack, deaths.explaining():
                 committed = _run(request, hooks, deaths, stack)
             break
-        except (GpusChanged, ProcessEnded, ProcFileOpen, TreeRestless) as error:
+        except _PASSING as error:
             final = isinstance(error, TreeRestless) and error.final
             if pause is None or final or not _runs(request.target.pid):
                 raise
@@ -219,6 +230,9 @@ def _window(request: Request, accepted: Accepted, ready: Ready, deaths: DeathWat
     # On an error, first the driver brings back what it has moved out, then CRIU lets go.
     with ready.window, ready.devices or nullcontext():
         start_criu(request, accepted, ready)
+        # Preflight was a while ago. What still hinders CRIU after the wait, CRIU reports.
+        await_ends(request.target.pid)
+        await_accepted(request.target.pid, tcp=request.options.connections == "keep")
         with phase(request.emit, "dump.window") as running, undisturbed():
             frozen = freeze(request, accepted, ready, running)
             result = capture(request, ready, frozen, running)

@@ -23,6 +23,7 @@ import msgspec
 import pytest
 
 from icecore.dumper.freeze.guard import DumpGuard
+from icecore.dumper.observe import unaccepted
 from icecore.dumper.observe.files import tree_pids
 from icecore.dumper.observe.gpus import GpuInspection, GpuProcess
 from icecore.dumper.observe.inspection import inspect_tree
@@ -247,6 +248,50 @@ def test_a_deadline_scheduled_process(has: Has, store: Store) -> None:
     assert list(refused(store, pid)) == ["scheduling"]
 
 
+#: A process whose main thread ends while another runs for some seconds.
+_OUTLIVED = """
+import threading
+def outlived(seconds):
+    threading.Thread(target=lambda: (time.sleep(seconds), os._exit(0))).start()
+    libc.syscall(60, 0)
+"""
+
+
+def test_a_process_whose_main_thread_has_ended(has: Has, store: Store) -> None:
+    child = "r, w = os.pipe()\nchild = os.fork()\nif not child: outlived(1000)"
+    pid = has(f"{_OUTLIVED}{child}\nopen('child', 'w').write(str(child))\ntime.sleep(0.1)")
+    (other,) = procfs.children(pid)
+    assert f"main thread of process {other} has ended" in refused(store, pid)["main-thread"]
+    root = has(f"{_OUTLIVED}signal.signal(signal.SIGUSR1, lambda *_: outlived(1000))")
+    os.kill(root, signal.SIGUSR1)
+    assert eventually(lambda: procfs.is_zombie(root))
+    assert f"main thread of process {root} has ended" in refused(store, root)["main-thread"]
+
+
+def test_a_process_that_ends_soon_after_its_main_thread(has: Has) -> None:
+    pid = has(f"{_OUTLIVED}if os.fork() == 0: outlived(0.3)\ntime.sleep(0.1)")
+    assert "main-thread" not in refusals(pid)
+
+
+def test_a_main_thread_that_ends_after_preflight(puppet: Puppet, store: Store) -> None:
+    """The window begins once the process has ended."""
+    puppet.do(_OUTLIVED)
+    end = "if os.fork() == 0: outlived(0.3)\ntime.sleep(0.1)"
+    events = Events({("dump.preflight", "end"): lambda _: puppet.do(end)})
+    store.dump(puppet.pid, events=events)
+    assert not events.named("dump.retry")
+
+
+def test_a_main_thread_that_ends_in_the_window(puppet: Puppet, store: Store) -> None:
+    """CRIU fails, and the dump repeats its window."""
+    puppet.do(_OUTLIVED)
+    end = iter(["if os.fork() == 0: outlived(0.3)\ntime.sleep(0.1)"])
+    events = Events({("dump.window", "begin"): lambda _: [puppet.do(code) for code in end]})
+    store.dump(puppet.pid, events=events)
+    (retry,) = events.named("dump.retry")
+    assert "the main thread" in str(retry.fields["error"])
+
+
 NAMESPACES = {
     "mount": 0x20000,
     "uts": 0x4000000,
@@ -347,7 +392,7 @@ CASES = {
     ),
     "pidfd of another": ("pidfd", "f = os.pidfd_open(1)"),
     "message queue": (
-        "mount",
+        "message-queue",
         "f = libc.mq_open(b'/icecore-test', 0o102, 0o600, None); libc.mq_unlink(b'/icecore-test')",
     ),
     "vsock": ("socket", "s = socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)"),
@@ -405,6 +450,67 @@ def test_a_unix_connection_that_leads_outside(
                 without.setattr(checks_descriptors, "SOCKETS_PLUGIN", Path("/nowhere"))
                 message = refused(store, pid)["unix-peer"]
                 assert f"connected to {os.getpid()} (" in message and "was not built" in message
+
+
+#: Connections that wait for accept(2), and what a refusal says of them.
+UNACCEPTED = {
+    "unix": (
+        "s = socket.socket(socket.AF_UNIX); s.bind('s'); s.listen()\n"
+        "c = socket.socket(socket.AF_UNIX); c.connect('s'); c.send(b'x')",
+        "has sent data",
+    ),
+    "tcp": (
+        "s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); c = socket.create_connection(s.getsockname())",
+        "listens on TCP port",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNACCEPTED)
+def test_a_connection_that_is_never_accepted(
+    case: str, has: Has, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unaccepted, "_LOOKS", 5)
+    code, what = UNACCEPTED[case]
+    pid = has(code)
+    found = refused(store, pid)
+    assert list(found) == ["unaccepted"]
+    assert f"of process {pid} " in found["unaccepted"] and what in found["unaccepted"]
+    if case == "tcp":
+        store.dump(pid, DumpOptions(connections="close"))
+
+
+@pytest.mark.parametrize("case", UNACCEPTED)
+def test_a_connection_that_is_accepted_soon(case: str, puppet: Puppet, store: Store) -> None:
+    """Neither preflight refuses it, nor does the window begin before it is accepted."""
+    code, _ = UNACCEPTED[case]
+    accept = (
+        "import threading; threading.Timer(0.3, lambda: globals().update(p=s.accept())).start()"
+    )
+    events = Events({("dump.preflight", "end"): lambda _: puppet.do(f"{code}\n{accept}")})
+    store.dump(puppet.pid, events=events)
+    assert not events.named("dump.retry")
+    puppet.do("p[0].close(); c.close(); s.close(); os.path.exists('s') and os.unlink('s')")
+    puppet.do(f"{code}\n{accept}")
+    store.dump(puppet.pid)
+
+
+@pytest.mark.parametrize("case", UNACCEPTED)
+def test_a_connection_that_is_not_accepted_in_the_window(
+    case: str, puppet: Puppet, store: Store
+) -> None:
+    """The dump is repeated, and its error names the process."""
+    code, _ = UNACCEPTED[case]
+    begin = iter([code])
+    events = Events(
+        {
+            ("dump.window", "begin"): lambda _: [puppet.do(code) for code in begin],
+            ("dump.retry", ""): lambda _: puppet.do("p = s.accept()"),
+        }
+    )
+    store.dump(puppet.pid, events=events)
+    (retry,) = events.named("dump.retry")
+    assert f"a socket of process {puppet.pid} (" in str(retry.fields["error"])
 
 
 def test_internet_sockets_and_an_old_criu(has: Has, store: Store) -> None:
@@ -526,6 +632,7 @@ FINE = {
     "name like a deleted one": "f = open('x (deleted)', 'w'); f.write('hello'); f.flush()",
     "path only": "f = [os.open('.', os.O_PATH), os.open('/proc/self/exe', os.O_PATH | os.O_NOFOLLOW)]",
     "fifo": "os.mkfifo('fifo'); f = os.open('fifo', os.O_RDWR)",
+    "unix connection that is not accepted": "s = socket.socket(socket.AF_UNIX); s.bind('s'); s.listen(); c = socket.socket(socket.AF_UNIX); c.connect('s')",
     "pending message": "a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET); a.send(b'x')",
 }
 
@@ -656,14 +763,20 @@ def test_a_job_that_holds_a_lease(flags: str, kind: str, has: Has, store: Store)
 # -- what only CRIU's images show
 
 
-def test_a_file_that_is_only_in_the_queue_of_a_socket(puppet: Puppet, store: Store) -> None:
+_SEND_FILE = (
+    "a, b = socket.socketpair(); f = open('state', 'w+b', buffering=0); f.write(b'1')\n"
+    "a.send(bytes(70_000)); socket.send_fds(a, [b'x'], [f.fileno()]); f.close()"
+)
+
+
+def test_a_file_that_is_only_in_the_queue_of_a_socket(
+    puppet: Puppet, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No snapshot would contain its content, and a restore would give the job whatever file is
     there.
     """
-    puppet.do(
-        "a, b = socket.socketpair(); f = open('state', 'w+b', buffering=0); f.write(b'1')\n"
-        "a.send(bytes(70_000)); socket.send_fds(a, [b'x'], [f.fileno()]); f.close()"
-    )
+    monkeypatch.setattr("icecore.dumper.dump._REPEAT_PAUSE", 0.01)
+    puppet.do(_SEND_FILE)
     with pytest.raises(DumpFailed, match=r"state is in the queue of a socket") as caught:
         store.dump(puppet.pid)
     assert "again" in caught.value.cure and not store.snapshots()
@@ -671,6 +784,16 @@ def test_a_file_that_is_only_in_the_queue_of_a_socket(puppet: Puppet, store: Sto
     puppet.do("got = b.recv(70_000)\n_, (f,), *_ = socket.recv_fds(b, 100, 1)")
     recorded = store.read(store.dump(puppet.pid).snapshot)
     assert recorded.content("file", str(puppet.folder / "state")) == b"1"
+
+
+def test_a_file_that_is_received_between_two_tries(puppet: Puppet, store: Store) -> None:
+    puppet.do(_SEND_FILE)
+    receive = "got = b.recv(70_000)\n_, (f,), *_ = socket.recv_fds(b, 100, 1)"
+    events = Events({("dump.retry", ""): lambda _: puppet.do(receive)})
+    recorded = store.read(store.dump(puppet.pid, events=events).snapshot)
+    assert recorded.content("file", str(puppet.folder / "state")) == b"1"
+    (retry,) = events.named("dump.retry")
+    assert "state is in the queue of a socket" in str(retry.fields["error"])
 
 
 # -- warnings

@@ -38,6 +38,10 @@ class TreeRestless(DumpFailed):
     final = False
 
 
+class ConnectionUnaccepted(DumpFailed):
+    """A connection waited for accept(2), and CRIU could not dump it. Another dump may succeed."""
+
+
 class Window:
     """One window.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,12 +23,12 @@ _HEADER = struct.Struct("=IHHII")
 _REQUEST = struct.Struct("=BBHIIIII")
 _MESSAGE = struct.Struct("=BBBBIII")
 _ATTRIBUTE = struct.Struct("=HH")
-_SHOW_NAME, _SHOW_PEER = 1, 4
-_NAME, _PEER = 0, 2
+_SHOW_NAME, _SHOW_PEER, _SHOW_ICONS, _SHOW_RQLEN = 1, 4, 8, 16
+_NAME, _PEER, _ICONS, _RQLEN = 0, 2, 3, 4
 _ALL_STATES = 0xFFFFFFFF
 _SO_PASSCRED, _SO_PASSSEC = 16, 34
-#: TCP_ESTABLISHED, as /proc/net/tcp has it.
-_ESTABLISHED = "01"
+#: TCP_ESTABLISHED and TCP_LISTEN, as /proc/net/tcp has them.
+_ESTABLISHED, _LISTEN = "01", "0A"
 
 
 class Socket(msgspec.Struct, frozen=True):
@@ -47,13 +47,22 @@ class Socket(msgspec.Struct, frozen=True):
 
 
 class UnixSocket(msgspec.Struct, frozen=True):
-    """A unix socket of this network namespace: SOCK_ type, the inode of its peer (0: none), and
-    whether it has a name.
+    """A unix socket of this network namespace.
+
+    Attributes:
+        kind: SOCK_ type.
+        peer: Inode of its peer; 0: none, or its connection is not accepted yet.
+        named: Whether it has a name.
+        clients: Of a listening socket: the inodes of clients whose connections are not accepted
+            yet; 0: the client has closed its socket.
+        unread: Bytes that it has sent and the peer has not read; of a listening socket: its backlog.
     """
 
     kind: int
     peer: int
     named: bool
+    clients: tuple[int, ...] = ()
+    unread: int = 0
 
 
 def sockets_of(pid: int, descriptors: Sequence[procfs.Descriptor]) -> list[Socket]:
@@ -79,7 +88,8 @@ def unix_sockets() -> dict[int, UnixSocket]:
         OSError: The kernel has no sock_diag for them.
     """
     found: dict[int, UnixSocket] = {}
-    body = _REQUEST.pack(socket.AF_UNIX, 0, 0, _ALL_STATES, 0, _SHOW_NAME | _SHOW_PEER, 0, 0)
+    show = _SHOW_NAME | _SHOW_PEER | _SHOW_ICONS | _SHOW_RQLEN
+    body = _REQUEST.pack(socket.AF_UNIX, 0, 0, _ALL_STATES, 0, show, 0, 0)
     head = _HEADER.pack(
         _HEADER.size + len(body), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST | _NLM_F_DUMP, 1, 0
     )
@@ -103,15 +113,20 @@ def unix_sockets() -> dict[int, UnixSocket]:
 
 def _unix_socket(data: bytes) -> tuple[int, UnixSocket]:
     _, kind, _, _, inode, _, _ = _MESSAGE.unpack_from(data)
-    peer, named, at = 0, False, _MESSAGE.size
+    peer, named, clients, unread, at = 0, False, tuple[int, ...](), 0, _MESSAGE.size
     while at + _ATTRIBUTE.size <= len(data):
         length, attribute = _ATTRIBUTE.unpack_from(data, at)
+        value = data[at + _ATTRIBUTE.size : at + length]
         if attribute == _PEER:
-            (peer,) = struct.unpack_from("=I", data, at + _ATTRIBUTE.size)
+            (peer,) = struct.unpack("=I", value)
         elif attribute == _NAME:
-            named = length > _ATTRIBUTE.size
+            named = bool(value)
+        elif attribute == _ICONS:
+            clients = struct.unpack(f"={len(value) // 4}I", value)
+        elif attribute == _RQLEN:
+            _, unread = struct.unpack("=II", value)
         at += max(-(-length // 4) * 4, _ATTRIBUTE.size)
-    return inode, UnixSocket(kind, peer, named)
+    return inode, UnixSocket(kind, peer, named, clients, unread)
 
 
 def connected_outside(pid: int, own: Collection[int], tree: Collection[int]) -> bool:
@@ -122,16 +137,31 @@ def connected_outside(pid: int, own: Collection[int], tree: Collection[int]) -> 
         tree: Inodes of all sockets of its tree.
     """
     ends: dict[tuple[str, str], int] = {}
-    for name in ("tcp", "tcp6"):
-        with suppress(OSError):
-            for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
-                words = line.split()
-                if words[3] == _ESTABLISHED:
-                    ends[_end(words[1]), _end(words[2])] = int(words[9])
+    for words in _tcp_table(pid):
+        if words[3] == _ESTABLISHED:
+            ends[_end(words[1]), _end(words[2])] = int(words[9])
     return any(
         inode in own and (there, here) in ends and ends[there, here] not in tree
         for (here, there), inode in ends.items()
     )
+
+
+def tcp_queues(pid: int) -> dict[int, int]:
+    """Map the inodes of TCP sockets that listen in a process's network namespace, and have
+    connections that are not accepted yet, to their ports.
+    """
+    return {
+        int(words[9]): int(words[1].rpartition(":")[2], 16)
+        for words in _tcp_table(pid)
+        if words[3] == _LISTEN and int(words[4].rpartition(":")[2], 16)
+    }
+
+
+def _tcp_table(pid: int) -> Iterator[list[str]]:
+    for name in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+                yield line.split()
 
 
 def _end(word: str) -> str:

@@ -5,6 +5,7 @@ so that the window has only the rest to do.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import threading
@@ -20,7 +21,7 @@ from icecore.dumper.data.directories import DataDirectories
 from icecore.dumper.encode.encoders import encoders_for
 from icecore.dumper.freeze.claim import Claim
 from icecore.dumper.freeze.guard import DumpGuard
-from icecore.dumper.freeze.window import TreeRestless, Window
+from icecore.dumper.freeze.window import ConnectionUnaccepted, TreeRestless, Window
 from icecore.dumper.gpu.devices import Devices
 from icecore.dumper.gpu.resident import Resident
 from icecore.dumper.memory.background import beside
@@ -37,6 +38,7 @@ from icecore.dumper.observe.files import (
     tree_pids,
 )
 from icecore.dumper.observe.inspection import Inspection
+from icecore.dumper.observe.sockets import owner
 from icecore.dumper.phases.ahead import PRE_COPY_STAGING, look_ahead, pre_copy, reserve
 from icecore.dumper.phases.preflight import Accepted
 from icecore.dumper.phases.request import Request
@@ -46,7 +48,7 @@ from icecore.dumper.storing import Storing
 from icecore.errors import DumpFailed, PreflightRefused
 from icecore.events import Event, phase
 from icecore.host.criu.hidden import hides
-from icecore.host.criu.log import RESTLESS
+from icecore.host.criu.log import RESTLESS, UNACCEPTED
 from icecore.host.criu.program import explain
 from icecore.host.kernel import limits, oom, procfs
 from icecore.host.kernel.scanning import native_scan_lacks
@@ -70,6 +72,8 @@ SCAN_THREADS = 8
 #: threads and an eighth from 12 to 16; the scan as a whole was not measured so.
 NATIVE_SCAN_THREADS = 12
 ENCODE_THREADS = 4
+#: How CRIU names the inode of a socket whose connection waits for accept(2).
+_IN_FLIGHT = re.compile(r"[Ii]n-flight .* (?:0x)?([0-9a-f]+)$")
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -436,8 +440,13 @@ def _pre_copy_devices(
 def _explain(request: Request, images: Path, status: int) -> DumpFailed:
     found = explain(images)
     message, cure = found.sentence(f"the dump of process {request.target.pid}")
+    cause = found.cause.name if found.cause is not None else ""
     # Once CRIU has stopped every thread, the early scan may have begun.
     stopped = (images / ALL_STOPPED).exists()
-    restless = found.cause is not None and found.cause.name == RESTLESS and not stopped
-    kind = TreeRestless if restless else DumpFailed
+    kind = TreeRestless if cause == RESTLESS and not stopped else DumpFailed
+    if cause == UNACCEPTED:
+        kind = ConnectionUnaccepted
+        socket = _IN_FLIGHT.search(found.errors[0])
+        if socket and (who := owner(int(socket[1], 16))):
+            message += f", a socket of process {who}"
     return kind(f"{message} (criu's exit status {status})", cure=cure)

@@ -14,6 +14,7 @@ import msgspec
 from icecore.dumper.memory.shared import open_shared
 from icecore.dumper.observe.files import ghosts
 from icecore.dumper.observe.inspection import Inspection, ProcessInspection
+from icecore.dumper.observe.outlived import outlived
 from icecore.errors import NotFound
 from icecore.host.criu.hidden import hides
 from icecore.host.criu.libraries import CRIU_LIBRARY
@@ -150,6 +151,22 @@ def _own(pid: int, thread: int, namespaces: Mapping[str, int]) -> str:
     theirs = procfs.thread_namespaces(pid, thread)
     kinds = [kind for kind in theirs if theirs[kind] != namespaces.get(kind)]
     return f"namespaces ({', '.join(kinds)})" if kinds else ""
+
+
+def main_threads(found: Inspection) -> list[Refusal]:
+    """Refuse processes whose main thread has ended while others run. CRIU takes them for zombies."""
+    return [
+        main_thread_ended(p.pid) for p in found.processes if p.status.zombie and outlived(p.pid)
+    ]
+
+
+def main_thread_ended(pid: int) -> Refusal:
+    """Return the refusal of a process without its main thread."""
+    return Refusal(
+        "main-thread",
+        f"the main thread of process {pid} has ended (pthread_exit) while other threads run, and CRIU cannot dump such a process",
+        "have the main thread wait for the others (pthread_join), or take the snapshot once that process has ended",
+    )
 
 
 def proc(found: Inspection) -> list[Refusal]:

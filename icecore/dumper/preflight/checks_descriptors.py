@@ -9,14 +9,16 @@ import re
 import socket
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
 
 from icecore.dumper.observe import asynchronous_io
 from icecore.dumper.observe.inspection import Inspection, ProcessInspection, mount_ids
 from icecore.dumper.observe.sockets import UnixSocket, kernel_refuses_options, owner, unix_sockets
+from icecore.dumper.observe.unaccepted import await_accepted
 from icecore.dumper.preflight.checks import Refusal, in_hosts
 from icecore.host.criu.program import SOCKETS_PLUGIN, has_plugin
-from icecore.host.kernel import procfs
+from icecore.host.kernel import libc, procfs
 
 #: /dev/nvidiaN and /dev/nvidiactl (Linux's list of allocated devices). Resident memory that the
 #: keeper passed on may have been opened in a root that no longer exists, and then has no path below
@@ -212,9 +214,37 @@ def _pidfd(pid: int, number: int) -> int:
     return int(found[1]) if found else -1
 
 
+def queues(found: Inspection) -> list[Refusal]:
+    return [
+        Refusal(
+            "message-queue",
+            f"descriptor {descriptor.number} of process {process.pid} is the POSIX message queue {descriptor.target}, which CRIU cannot dump",
+            "close it before the dump, or have the program use System V message queues (msgget)",
+        )
+        for process, descriptor in _queues(found)
+    ]
+
+
+def _queues(found: Inspection) -> Iterator[tuple[ProcessInspection, procfs.Descriptor]]:
+    """Yield the POSIX message queues. Each ipc namespace has one file system for them, which
+    mq_open(2) uses without a mount point.
+    """
+    kinds: dict[int, bool] = {}
+    for process, descriptor in _all_descriptors(found):
+        if not stat.S_ISREG(descriptor.mode):
+            continue
+        if descriptor.device not in kinds:
+            path = f"/proc/{process.pid}/fd/{descriptor.number}"
+            with suppress(OSError):  # closed since
+                kinds[descriptor.device] = libc.file_system(path) == libc.MQUEUE
+        if kinds.get(descriptor.device):
+            yield process, descriptor
+
+
 def mounts(found: Inspection) -> list[Refusal]:
     """Refuse files on mounts that the tree does not see: CRIU finds files by mount and path."""
     seen: dict[int, set[int]] = {}
+    queues = {(process.pid, descriptor.mount) for process, descriptor in _queues(found)}
     out = []
     for process in found.living:
         namespace = (process.namespaces or {}).get("mnt", 0)
@@ -237,7 +267,9 @@ def mounts(found: Inspection) -> list[Refusal]:
         hidden = [
             what
             for what, mount in (process.mounts or {}).items()
-            if mount not in seen[namespace] and not what.startswith(passing)
+            if mount not in seen[namespace]
+            and (process.pid, mount) not in queues
+            and not what.startswith(passing)
         ]
         if hidden:
             out.append(
@@ -248,7 +280,7 @@ def mounts(found: Inspection) -> list[Refusal]:
                     + (
                         ""
                         if found.run is not None and found.run.isolation.root
-                        else "; or start the job with 'icecore run --root private' if it needs its own mounts or message queues"
+                        else "; or start the job with 'icecore run --root private' if it needs its own mounts"
                     ),
                 )
             )
@@ -290,6 +322,19 @@ def internet(found: Inspection) -> list[Refusal]:
             f"{'processes' if len(users) > 1 else 'process'} {', '.join(map(str, users[:5]))} {'have' if len(users) > 1 else 'has'} some",
             "install CRIU 4.2 or newer: tools/install-criu --suite sid",
         )
+    ]
+
+
+def unaccepted(found: Inspection) -> list[Refusal]:
+    """Refuse connections that CRIU cannot dump before the server accepts them, unless it does soon."""
+    left = await_accepted(
+        found.root,
+        tcp=found.options.connections == "keep",
+        sockets=[(p.pid, p.sockets) for p in found.processes],
+    )
+    return [
+        Refusal("unaccepted", f"{one.message}, and CRIU cannot dump it", one.cure)
+        for one in left[:_MOST_NAMED]
     ]
 
 

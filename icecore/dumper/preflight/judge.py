@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from icecore.dumper.observe.inspection import Inspection
+from icecore.dumper.observe.outlived import outlived
 from icecore.dumper.preflight import checks, checks_descriptors, checks_gpu
 from icecore.dumper.preflight.checks import Check, Refusal
 from icecore.errors import NotFound, PreflightRefused
@@ -30,6 +31,7 @@ CHECKS: tuple[Check, ...] = (
     checks.traced,
     checks.scheduling,
     checks.namespaces,
+    checks.main_threads,
     checks.threads,
     checks.proc,
     checks.foreign_limits,
@@ -43,9 +45,11 @@ CHECKS: tuple[Check, ...] = (
     checks_descriptors.devices,
     checks_descriptors.descriptors,
     checks_descriptors.pidfds,
+    checks_descriptors.queues,
     checks_descriptors.mounts,
     checks_descriptors.protocols,
     checks_descriptors.internet,
+    checks_descriptors.unaccepted,
     checks_descriptors.unix_peers,
     checks.deleted,
     checks.file_budget,
@@ -91,6 +95,8 @@ def check_target(pid: int) -> list[Refusal]:
     if procfs.is_kernel_thread(pid):
         return [Refusal("kernel-thread", f"{pid} is a thread of the kernel", "name a process")]
     if procfs.is_zombie(pid):
+        if outlived(pid):
+            return [checks.main_thread_ended(pid)]
         return [
             Refusal(
                 "zombie",

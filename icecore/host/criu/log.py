@@ -46,6 +46,10 @@ _PIPES_CURE = (
 #: Name of the cause of a dump that fails because processes or threads come and go meanwhile.
 RESTLESS = "ended"
 
+#: Name of the cause of a dump that fails because a connection waits for accept(2). The error line
+#: ends with the inode of the socket.
+UNACCEPTED = "unaccepted"
+
 #: Name of the cause of a restore that fails because another process has an id of the tree.
 PID_TAKEN = "pid-taken"
 
@@ -103,6 +107,12 @@ KNOWN: list[tuple[re.Pattern[str], Cause]] = [
             "have the job close it before the dump",
         ),
         (
+            r"in-flight socket|In-flight connection \(l\)",
+            UNACCEPTED,
+            "a connection that the server has not accepted yet cannot be dumped",
+            "try again; if that does not help, have the server accept its connections before the dump, or its clients pause (--before)",
+        ),
+        (
             r"might require shell-job option|Found dangling tty|tty: Can't (?:find|open) master|can't find slave",
             "terminal",
             "a process is attached to a terminal outside the tree",
@@ -151,6 +161,12 @@ KNOWN: list[tuple[re.Pattern[str], Cause]] = [
             "ended",
             "a process ended while the tree was being frozen",
             "try again",
+        ),
+        (
+            r"Zombies with threads are not supported",
+            RESTLESS,
+            "the main thread of a process has ended (pthread_exit) while other threads run",
+            "try again once that process has ended",
         ),
         (
             r"Can't (?:dump|handle).*(?:of that type|device)|Can't dump file .* \[\d+\]|unsupported file",
