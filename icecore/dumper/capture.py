@@ -55,6 +55,8 @@ from icecore.store.format.surroundings import Surroundings, read_surroundings
 #: part of the snapshot.
 HIDDEN_FILE = "hidden.log"
 _OF_PROCESS = re.compile(r"/?proc/(\d+)/")
+#: Under such a name the C library makes a semaphore, before it gives it its own.
+_SEMAPHORE = re.compile(r"/dev/shm/sem\.[A-Za-z0-9]{6}")
 _HASH_BYTES = 1 << 20
 
 
@@ -67,6 +69,12 @@ class ProcFileOpen(DumpFailed):
 class FileInFlight(DumpFailed):
     """A file was only in the queue of a socket (SCM_RIGHTS). Receivers take it out soon: another dump
     may succeed.
+    """
+
+
+class SemaphoreInMaking(DumpFailed):
+    """A POSIX semaphore had its name, but also still the one under which it was made (sem_open(3)): a
+    restore would bring back only the latter. Another dump may succeed.
     """
 
 
@@ -302,6 +310,10 @@ class Capture:
         if file.deleted and file.links:
             about = msgspec.structs.replace(about, links=_other_names(file))
             captured.lost[file.identity] = Lost(file.lost)
+        if not file.deleted and file.links > 1 and _SEMAPHORE.fullmatch(about.path):
+            raise SemaphoreInMaking(
+                "a POSIX semaphore was being made (sem_open(3))", cure="dump it again"
+            )
         before = self._parent.file(about.path) if self._parent else None
         if about.policy != "content":
             digest = (

@@ -12,7 +12,7 @@ from contextlib import ExitStack, nullcontext, suppress
 
 import msgspec
 
-from icecore.dumper.capture import FileInFlight, ProcFileOpen
+from icecore.dumper.capture import FileInFlight, ProcFileOpen, SemaphoreInMaking
 from icecore.dumper.freeze.window import ConnectionUnaccepted, TreeRestless
 from icecore.dumper.hooks import Hooks, hooks_of
 from icecore.dumper.observe.deaths import DeathWatch, ProcessEnded
@@ -52,6 +52,7 @@ _PASSING = (
     GpusChanged,
     ProcessEnded,
     ProcFileOpen,
+    SemaphoreInMaking,
     TreeRestless,
 )
 
@@ -180,7 +181,8 @@ def _run_until_fit(request: Request, hooks: Hooks) -> Committed:
     """Run the phases, and start over if a process started to use a GPU after the inspection, as the
     process that starts torch.compile's compilers does, if a process without device memory has ended,
     if CRIU could not stop a tree with device memory, if the job had a file open that a restore would
-    not find, if a connection waited for accept(2), or if a file was only in the queue of a socket.
+    not find, if a connection waited for accept(2), if a file was only in the queue of a socket, or if
+    a semaphore was being made.
     """
     began = DeathWatch(request.target.pid, request.target.job)
     for pause in (*[_REPEAT_PAUSE] * (_REPEATS - 1), None):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from icecore.errors import DumpFailed, MissingTool, RestoreFailed
-from icecore.host.criu.log import diagnose
+from icecore.host.criu.log import BEGUN_GPU, diagnose
 from icecore.host.criu.page_server import PE_PRESENT, PROCESS
 from icecore.host.criu.pagemap_image import (
     ENTRY,
@@ -365,6 +365,14 @@ def test_the_log_is_understood():
     assert high.cause is not None and "ulimit -Hn" in high.cause.cure
     taken = diagnose("pie: 7: Error (criu/pie/restorer.c:2090): Unable to create a thread: -17\n")
     assert taken.cause is not None and taken.cause.name == "pid-taken"
+    begun = diagnose(
+        "Error (criu/proc_parse.c:118): handle_device_vma plugin failed: No such file or directory\n"
+    )
+    assert begun.cause is not None and begun.cause.name == BEGUN_GPU
+    began = diagnose(
+        "Error (criu/files-ext.c:98): Can't dump file 5 of that type [20666] (chr 195:255 /dev/nvidiactl)\n"
+    )
+    assert began.cause is not None and began.cause.name == BEGUN_GPU
     met = diagnose(
         "pie: 1: Error (criu/pie/parasite.c:634): Can't create a directory (-17)\n"
         "Error (criu/parasite-syscall.c:320): Parasite failed to dump /proc/self/cgroup\n"

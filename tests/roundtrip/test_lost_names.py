@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from icecore.events import Event
 from icecore.host.jobs.job import Job
 from icecore.host.jobs.namespaces import Isolation
 from icecore.host.jobs.registry import Registry
@@ -317,3 +318,38 @@ def test_jobs_with_semaphores_come_back_at_the_same_time(trip: Trip, tmp_path: P
                 job.wait(20)
         for name in names:
             name.unlink(missing_ok=True)
+
+
+#: Makes a semaphore as sem_open(3) does, slowly.
+MAKING = """
+import os, sys, time
+made, name = sys.argv[1:]
+file = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+os.write(file, bytes(32))
+os.link(made, name)
+print("begun", flush=True)
+time.sleep(1.5)
+os.unlink(made)
+time.sleep(1000)
+"""
+
+
+def test_a_semaphore_that_is_being_made(trip: Trip, tmp_path: Path) -> None:
+    made, name = (Path(f"/dev/shm/sem.{secrets.token_hex(size)}") for size in (3, 8))
+    registry = Registry(tmp_path / "jobs")
+    events: list[Event] = []
+    job = registry.start([sys.executable, "-c", MAKING, str(made), str(name)], name="making")
+    try:
+        assert eventually(lambda: bool(said(job)))
+        snapshot = take(trip, job, stop=True, emit=events.append)
+        assert any(event.name == "dump.retry" for event in events)
+        job.wait(20)
+        name.unlink()
+        job = bring_back(trip, registry, snapshot).job or job
+        assert name.exists() and not made.exists()
+    finally:
+        if job.alive:
+            job.kill(signal.SIGKILL)
+            job.wait(20)
+        for path in (made, name):
+            path.unlink(missing_ok=True)

@@ -43,12 +43,13 @@ from icecore.dumper.phases.ahead import PRE_COPY_STAGING, look_ahead, pre_copy, 
 from icecore.dumper.phases.preflight import Accepted
 from icecore.dumper.phases.request import Request
 from icecore.dumper.preflight.checks import over_budget
+from icecore.dumper.preflight.gpu_changes import GpusChanged
 from icecore.dumper.preflight.prediction import predict
 from icecore.dumper.storing import Storing
 from icecore.errors import DumpFailed, PreflightRefused
 from icecore.events import Event, phase
 from icecore.host.criu.hidden import hides
-from icecore.host.criu.log import RESTLESS, UNACCEPTED
+from icecore.host.criu.log import BEGUN_GPU, RESTLESS, UNACCEPTED
 from icecore.host.criu.program import explain
 from icecore.host.kernel import limits, oom, procfs
 from icecore.host.kernel.scanning import native_scan_lacks
@@ -444,6 +445,8 @@ def _explain(request: Request, images: Path, status: int) -> DumpFailed:
     # Once CRIU has stopped every thread, the early scan may have begun.
     stopped = (images / ALL_STOPPED).exists()
     kind = TreeRestless if cause == RESTLESS and not stopped else DumpFailed
+    if cause == BEGUN_GPU:
+        kind = GpusChanged
     if cause == UNACCEPTED:
         kind = ConnectionUnaccepted
         socket = _IN_FLIGHT.search(found.errors[0])

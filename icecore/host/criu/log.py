@@ -50,6 +50,10 @@ RESTLESS = "ended"
 #: ends with the inode of the socket.
 UNACCEPTED = "unaccepted"
 
+#: Name of the cause of a dump that fails because a process has begun to use a GPU: without a plugin,
+#: CRIU knows no devices of the driver.
+BEGUN_GPU = "gpu-begun"
+
 #: Name of the cause of a restore that fails because another process has an id of the tree.
 PID_TAKEN = "pid-taken"
 
@@ -167,6 +171,12 @@ KNOWN: list[tuple[re.Pattern[str], Cause]] = [
             RESTLESS,
             "the main thread of a process has ended (pthread_exit) while other threads run",
             "try again once that process has ended",
+        ),
+        (
+            r"handle_device_vma plugin failed|of that type \[\d+\] \(chr 195:",
+            BEGUN_GPU,
+            "a process has started to use a GPU since the dump began",
+            "dump it again",
         ),
         (
             r"Can't (?:dump|handle).*(?:of that type|device)|Can't dump file .* \[\d+\]|unsupported file",
