@@ -44,7 +44,7 @@ _ATTEMPTS = 12
 _FIRST_PAUSE, _MOST_PAUSE = 0.02, 1.0
 #: The most tries of a whole dump if a transient condition that shows only late makes it fail, and
 #: the seconds between two tries: about as long as CUDA takes to initialise.
-_REPEATS, _REPEAT_PAUSE = 6, 1.0
+_REPEATS, _REPEAT_PAUSE = 4, 1.0
 #: Failures after which another dump may succeed.
 _PASSING = (
     ConnectionUnaccepted,
