@@ -160,6 +160,46 @@ def test_what_a_killed_criu_leaves_is_removed(
     assert len(names) == 23 and not ghosts.folder.exists()
 
 
+#: Has files open that it removed, one from a directory that it uses on USR1, and one with its
+#: directory. It works in a directory that it removed with the one above it.
+IN_DIRECTORY = """
+import os, signal
+os.makedirs("kept", 0o750); os.makedirs("kept/gone"); os.makedirs("gone/below")
+files = [os.open(f"{name}/file", os.O_RDWR | os.O_CREAT) for name in ("kept", "kept/gone")]
+os.unlink("kept/file"); os.unlink("kept/gone/file")
+os.rmdir("kept/gone")
+top = os.getcwd()
+os.chdir("gone/below")
+os.rmdir(f"{top}/gone/below"); os.rmdir(f"{top}/gone")
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+print("begun", flush=True)
+signal.sigwait([signal.SIGUSR1])
+os.mkdir(f"{top}/kept/new")
+print("made", flush=True)
+signal.pause()
+"""
+
+
+def test_the_directory_of_a_removed_file_is_made_again(trip: Trip, tmp_path: Path) -> None:
+    registry, folder = Registry(tmp_path / "jobs"), tmp_path / "job"
+    folder.mkdir()
+    job = registry.start([sys.executable, "-c", IN_DIRECTORY], name="kept", cwd=folder)
+    try:
+        path = job.log_path("stdout")
+        assert eventually(lambda: path.read_text() == "begun\n")
+        before = look(tmp_path / "job", inodes=False)
+        snapshot = take(trip, job, stop=True)
+        job.wait(20)
+        (folder / "kept").rmdir()
+        job = bring_back(trip, registry, snapshot).job or job
+        assert look(folder, inodes=False) == before, "and nothing else is made"
+        job.kill(signal.SIGUSR1)
+        path = job.log_path("stdout")
+        assert eventually(lambda: path.read_text() == "begun\nmade\n")
+    finally:
+        end(job)
+
+
 def test_a_name_that_another_restore_uses_for_a_moment(tmp_path: Path) -> None:
     linkat = ctypes.CDLL(str(RESTORE_LIBRARY), use_errno=True).linkat
     ghost, name, other = (tmp_path / one for one in ("ghost", "name.cr_link", "name"))
