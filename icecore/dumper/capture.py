@@ -100,6 +100,7 @@ class Captured(msgspec.Struct):
         files: What the manifest records of open files.
         lost: Open files that lost the name in ``files`` but have others, by device and inode: two
             files may have lost the same name, and another file may have the lost name now.
+        removed: Paths of deleted files whose directories exist.
         scanned: Bytes read in the window.
         surroundings: What a restore needs around open files; read after the window.
     """
@@ -110,6 +111,7 @@ class Captured(msgspec.Struct):
     reused: list[Space] = msgspec.field(default_factory=list)
     files: list[OpenFile] = msgspec.field(default_factory=list)
     lost: dict[tuple[int, int], Lost] = msgspec.field(default_factory=dict)
+    removed: set[str] = msgspec.field(default_factory=set)
     scanned: int = 0
     surroundings: Surroundings = msgspec.field(default_factory=Surroundings)
 
@@ -212,6 +214,8 @@ class Capture:
             )
             for file in files:
                 running.bytes += self._file(file, captured, early)
+                if file.about.policy == "absent" and os.path.isdir(_folder(file)):
+                    captured.removed.add(file.about.path)
             if self._data is not None:
                 running.bytes += self._data.in_window(files)
         _still_there({*standing.alive, *(early.threads if early else ())})
@@ -385,6 +389,7 @@ class Capture:
             captured.standing.pids,
             captured.standing.processes,
             captured.files,
+            captured.removed,
             read_surroundings(self._parent.manifest) if self._parent else None,
             self._is_own,
         )
@@ -514,19 +519,21 @@ def _rename(captured: Captured, images: Path, is_own: Callable[[str], bool]) -> 
             lost.content.key = name
 
 
+def _folder(file: FoundFile) -> str:
+    """Return where the file's directory is. Its process may see other mounts than this one."""
+    return f"/proc/{file.reach.split('/')[2]}/root{os.path.dirname(file.about.path)}"
+
+
 def _other_names(file: FoundFile) -> list[str]:
     """Return the file's other names in the same directory; other directories are not searched."""
-    root = (
-        f"/proc/{file.reach.split('/')[2]}/root"  # its process may see other mounts than this one
-    )
-    folder = os.path.dirname(file.about.path)
+    folder = _folder(file)
     try:
-        with os.scandir(root + folder) as entries:
+        with os.scandir(folder) as entries:
             names = [e.name for e in entries if e.inode() == file.about.inode]
         return sorted(
-            os.path.join(folder, n)
+            os.path.join(os.path.dirname(file.about.path), n)
             for n in names
-            if os.lstat(f"{root}{folder}/{n}").st_dev == file.about.device
+            if os.lstat(f"{folder}/{n}").st_dev == file.about.device
         )
     except FileNotFoundError:
         return []  # the folder was deleted too

@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -157,6 +157,7 @@ def find_surroundings(
     pids: Mapping[int, int],
     processes: Sequence[Process],
     files: Sequence[OpenFile],
+    removed: Set[str],
     before: Surroundings | None,
     is_own: Callable[[str], bool],
 ) -> Surroundings:
@@ -168,6 +169,7 @@ def find_surroundings(
         pids: Host pid → image id, root first.
         processes: Of the manifest.
         files: Of the manifest.
+        removed: Paths of deleted files whose directories existed in the window.
         before: What the parent snapshot recorded. Its temporary directories were made before this
             instance began, if it was restored.
         is_own: Whether a path of the tree belongs to the instance itself; a restore makes nothing
@@ -179,7 +181,7 @@ def find_surroundings(
     search = _Search(f"/proc/{root}/root", is_own, users, _mounts(root))
     _from_images(search, images, pids.values())
     for file in files:
-        if file.policy != "absent":
+        if file.policy != "absent" or file.path in removed:
             search.around(file.path)
     _sockets(search, images)
     places = _job_places(search, files)

@@ -35,6 +35,7 @@
 #include <sys/time.h>
 #include <sys/un.h>
 #include <sys/vfs.h>
+#include <time.h>
 #include <unistd.h>
 
 /* A function of CRIU for its plugins; missing in other programs. */
@@ -42,6 +43,9 @@ extern void print_on_level(unsigned level, const char *format, ...) __attribute_
 
 #define SHOWN __attribute__((visibility("default")))
 #define OTHERS_WRITE (S_IWGRP | S_IWOTH)
+/* How often, and after how many nanoseconds, a link is tried again whose name is in use: 5 s. */
+#define LINK_TRIES 5000
+#define LINK_PAUSE 1000000
 /* Capabilities that a file system user other than root lacks (capabilities(7)). */
 #define OF_FILES \
 	(1u << CAP_CHOWN | 1u << CAP_DAC_OVERRIDE | 1u << CAP_DAC_READ_SEARCH | 1u << CAP_FOWNER | \
@@ -464,9 +468,26 @@ static long add_name(const struct place *place, const struct place *other, const
 	    (long)*(const int *)flags);
 }
 
+/* CRIU's second choice of a name for a file that has none, which it needs only until it has opened
+ * the file. Another restore of the same snapshot may be using that name. */
+static bool is_shared_name(const char *path)
+{
+	static const char end[] = ".cr_link";
+	size_t length = strlen(path);
+
+	return length >= sizeof end && !strcmp(path + length + 1 - sizeof end, end);
+}
+
 SHOWN int linkat(int from, const char *old, int to, const char *new, int flags)
 {
-	return change_both(add_name, from, old, to, new, &flags);
+	static const struct timespec pause = {0, LINK_PAUSE};
+	int result = change_both(add_name, from, old, to, new, &flags);
+
+	for (int i = 0; result && errno == EEXIST && is_shared_name(new) && i < LINK_TRIES; i++) {
+		nanosleep(&pause, NULL);
+		result = change_both(add_name, from, old, to, new, &flags);
+	}
+	return result;
 }
 
 SHOWN int chdir(const char *path)

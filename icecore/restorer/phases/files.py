@@ -33,6 +33,7 @@ from icecore.restorer.files.copies import require_all_covered
 from icecore.restorer.files.data_export import link_lost_names, write_data
 from icecore.restorer.files.file_recovery import command as recovery_command
 from icecore.restorer.files.filewriter import FileTarget, shortage, write_files
+from icecore.restorer.files.ghost_names import name_ghosts
 from icecore.restorer.files.held_files import require_files
 from icecore.restorer.files.image_paths import require_paths
 from icecore.restorer.files.images import (
@@ -158,6 +159,7 @@ def prepare_files(
         if memory.filed:
             device_file = _start_device_file(attempt, undo, plan, resources, memory)
         _exchange(attempt, workspace, put_back)
+        undo.ghosts = _name_ghosts(attempt, resources, folder)
         _require_paths(attempt, plan, resources, folder)
         forget_sizes(folder, plan.requirements.shared | plan.requirements.files.resized)
         rearm_timers(folder)
@@ -294,15 +296,31 @@ def _fill_temporary(attempt: Attempt, plan: Plan, resources: Resources) -> int:
     return done
 
 
+def _temporary_places(resources: Resources) -> dict[str, Path]:
+    """Return what will be bound over each private temporary directory of the instance."""
+    record, restoring = resources.record, resources.restoring
+    if record is None or restoring is None:
+        return {}
+    return {one: temporary.place(restoring.job.directory, one) for one in record.tmp}
+
+
+def _name_ghosts(attempt: Attempt, resources: Resources, images: Path) -> list[str]:
+    """Give CRIU names of this restore's own for files that have none."""
+    record = resources.record
+    return name_ghosts(
+        images,
+        _temporary_places(resources),
+        root=attempt.options.root,
+        is_own=record.is_own if record is not None else lambda path: False,
+    )
+
+
 def _require_paths(attempt: Attempt, plan: Plan, resources: Resources, images: Path) -> None:
     """Require that no link of a user leads CRIU elsewhere."""
-    record, restoring = resources.record, resources.restoring
-    places = {}
-    if record is not None and restoring is not None:
-        places = {one: temporary.place(restoring.job.directory, one) for one in record.tmp}
+    record = resources.record
     require_paths(
         images,
-        places,
+        _temporary_places(resources),
         root=attempt.options.root,
         is_own=record.is_own if record is not None else lambda path: False,
         user=owner_of(plan.manifest, record),

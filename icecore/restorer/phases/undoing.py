@@ -8,6 +8,7 @@ from contextlib import ExitStack, suppress
 
 from icecore.errors import RestoreFailed
 from icecore.events import Event
+from icecore.restorer.files.ghost_names import remove_ghosts
 from icecore.restorer.files.put_back import PutBack
 from icecore.restorer.guard.client import RestoreGuard
 from icecore.restorer.phases.attempt import Attempt
@@ -23,6 +24,7 @@ class Undo:
         stack: Undoes, in reverse, everything that was begun and is not part of the tree.
         guard: The guard, once it runs.
         put_back: The changes of the job's files, from before the first of them.
+        ghosts: Names that a killed CRIU may leave, some of them in directories that were made.
         tree: The tree, from before CRIU starts.
     """
 
@@ -31,6 +33,7 @@ class Undo:
         self.stack = ExitStack()
         self.guard: RestoreGuard | None = None
         self.put_back: PutBack | None = None
+        self.ghosts: list[str] = []
         self.tree: Tree | None = None
 
     @property
@@ -61,6 +64,7 @@ class Undo:
                 return
             if self.put_back is not None:
                 steps.callback(self._abandon_files, self.put_back)
+            steps.callback(remove_ghosts, self.ghosts, attempt.options.root)
             if self.tree is not None:
                 steps.callback(self.tree.kill, error)
             elif self.guard is not None:
