@@ -144,7 +144,7 @@ setup(
             "icecore.host.criu/libicecore-restore.so",
             RESTORE_SOURCES,
             LIBRARY_FLAGS,
-            "a restore fails where processes of the job end others in the moment in which CRIU lets them go, and processes lose their POSIX locks of files that they have mapped",
+            "a restore fails where processes of the job end others in the moment in which CRIU lets them go, and POSIX locks of mapped files are lost",
             [],
         ),
         Program(
