@@ -464,14 +464,16 @@ UNACCEPTED = {
         "listens on TCP port",
     ),
 }
+#: CRIU dumps a server without this connection.
+CLOSED = {"closed": (f"{UNACCEPTED['unix'][0]}; c.close()", "that the client has closed")}
 
 
-@pytest.mark.parametrize("case", UNACCEPTED)
+@pytest.mark.parametrize("case", UNACCEPTED | CLOSED)
 def test_a_connection_that_is_never_accepted(
     case: str, has: Has, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unaccepted, "_LOOKS", 5)
-    code, what = UNACCEPTED[case]
+    code, what = (UNACCEPTED | CLOSED)[case]
     pid = has(code)
     found = refused(store, pid)
     assert list(found) == ["unaccepted"]
@@ -480,10 +482,10 @@ def test_a_connection_that_is_never_accepted(
         store.dump(pid, DumpOptions(connections="close"))
 
 
-@pytest.mark.parametrize("case", UNACCEPTED)
+@pytest.mark.parametrize("case", UNACCEPTED | CLOSED)
 def test_a_connection_that_is_accepted_soon(case: str, puppet: Puppet, store: Store) -> None:
     """Neither preflight refuses it, nor does the window begin before it is accepted."""
-    code, _ = UNACCEPTED[case]
+    code, _ = (UNACCEPTED | CLOSED)[case]
     accept = (
         "import threading; threading.Timer(0.3, lambda: globals().update(p=s.accept())).start()"
     )

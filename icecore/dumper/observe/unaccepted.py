@@ -1,5 +1,6 @@
 """Connections of a tree that wait for accept(2). CRIU cannot dump those of TCP, nor those of unix
-sockets through which the client has already sent data.
+sockets through which the client has already sent data. Those that the client has closed would be
+missing after a restore.
 """
 
 from __future__ import annotations
@@ -96,7 +97,13 @@ def _look_at_unix(names: Mapping[int, str]) -> list[Unaccepted]:
     except OSError:
         return []  # a kernel without unix_diag: CRIU needs it too and reports it
     waiting = {client for one in known.values() for client in one.clients}
+    closed = [inode for inode in names.keys() & known.keys() if 0 in known[inode].clients]
     return [
+        Unaccepted(
+            f"{names[inode]} is a unix socket with a connection that is not accepted yet and that the client has closed"
+        )
+        for inode in closed
+    ] + [
         Unaccepted(
             f"{names[inode]} is a unix socket that has sent data through a connection that is not accepted yet"
         )
