@@ -86,6 +86,10 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
         },
         "the module for it: names below checked directory descriptors, and descriptors",
     ),
+    "files/ghost_names.py": (
+        {"os.rmdir", "os.unlink"},
+        "names that this restore made up, below checked directory descriptors",
+    ),
     "files/jobpaths.py": ({"os.open"}, "opens the root alone, with O_PATH"),
     "files/file_changes.py": (
         {"os.open", "os.utime", "Path.rename", "Path.unlink"},
