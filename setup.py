@@ -144,7 +144,7 @@ setup(
             "icecore.host.criu/libicecore-restore.so",
             RESTORE_SOURCES,
             LIBRARY_FLAGS,
-            "a restore fails where processes of the job end others in the moment in which CRIU lets them go, and POSIX locks of mapped files are lost",
+            "a restore fails if a process of the job ends another while CRIU detaches them, and POSIX locks of mapped files are lost",
             [],
         ),
         Program(

@@ -58,7 +58,7 @@ def main() -> int:
     libc.restore_environment()
     _load(*_MODULES)
     codec.load()
-    list(every_setting())  # what the settings may be is found out once
+    list(every_setting())  # fill the cache of types of settings before the forks
     worker = _main_of(sys.argv[2])
     # Collections write to all objects, so without the freeze each fork would copy most pages.
     gc.collect()

@@ -246,7 +246,7 @@ class Config(msgspec.Struct, frozen=True):
 
 @cache
 def kinds_of(section: type[msgspec.Struct]) -> Mapping[str, Kind[Any]]:
-    """Return the type of each setting of a section: that of its annotation, or the words of a Literal."""
+    """Return the type of each setting of a section, from its annotation: Annotated or Literal."""
     found = {}
     for key, hint in get_type_hints(section, include_extras=True).items():
         if get_origin(hint) is Annotated:

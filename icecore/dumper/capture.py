@@ -55,7 +55,7 @@ from icecore.store.format.surroundings import Surroundings, read_surroundings
 #: part of the snapshot.
 HIDDEN_FILE = "hidden.log"
 _OF_PROCESS = re.compile(r"/?proc/(\d+)/")
-#: Under such a name the C library makes a semaphore, before it gives it its own.
+#: The C library creates a semaphore under such a name, and then links it to its own.
 _SEMAPHORE = re.compile(r"/dev/shm/sem\.[A-Za-z0-9]{6}")
 _HASH_BYTES = 1 << 20
 
@@ -67,14 +67,14 @@ class ProcFileOpen(DumpFailed):
 
 
 class FileInFlight(DumpFailed):
-    """A file was only in the queue of a socket (SCM_RIGHTS). Receivers take it out soon: another dump
-    may succeed.
+    """A file that was open for writing was only in the queue of a socket (SCM_RIGHTS), and its content
+    was not stored. Another dump may succeed once the file has been received.
     """
 
 
 class SemaphoreInMaking(DumpFailed):
-    """A POSIX semaphore had its name, but also still the one under which it was made (sem_open(3)): a
-    restore would bring back only the latter. Another dump may succeed.
+    """A POSIX semaphore was being created and still had its temporary name, too (sem_open(3)). A
+    restore would bring back only that name. Another dump may succeed.
     """
 
 
@@ -100,7 +100,7 @@ class Captured(msgspec.Struct):
         files: What the manifest records of open files.
         lost: Open files that lost the name in ``files`` but have others, by device and inode: two
             files may have lost the same name, and another file may have the lost name now.
-        removed: Paths of deleted files whose directories exist.
+        removed: Paths of deleted files whose directories existed in the window.
         scanned: Bytes read in the window.
         surroundings: What a restore needs around open files; read after the window.
     """
@@ -316,7 +316,7 @@ class Capture:
             captured.lost[file.identity] = Lost(file.lost)
         if not file.deleted and file.links > 1 and _SEMAPHORE.fullmatch(about.path):
             raise SemaphoreInMaking(
-                "a POSIX semaphore was being made (sem_open(3))", cure="dump it again"
+                "a POSIX semaphore was being created (sem_open(3))", cure="dump it again"
             )
         before = self._parent.file(about.path) if self._parent else None
         if about.policy != "content":
@@ -520,7 +520,7 @@ def _rename(captured: Captured, images: Path, is_own: Callable[[str], bool]) -> 
 
 
 def _folder(file: FoundFile) -> str:
-    """Return where the file's directory is. Its process may see other mounts than this one."""
+    """Return the path of the file's directory below its process's root: mounts may differ there."""
     return f"/proc/{file.reach.split('/')[2]}/root{os.path.dirname(file.about.path)}"
 
 

@@ -45,7 +45,7 @@ _FIRST_PAUSE, _MOST_PAUSE = 0.02, 1.0
 #: The most tries of a whole dump if a transient condition that shows only late makes it fail, and
 #: the seconds between two tries: about as long as CUDA takes to initialise.
 _REPEATS, _REPEAT_PAUSE = 4, 1.0
-#: Failures after which another dump may succeed.
+#: Failures by conditions that pass, so that another dump may succeed.
 _PASSING = (
     ConnectionUnaccepted,
     FileInFlight,
@@ -178,11 +178,16 @@ def dump(
 
 
 def _run_until_fit(request: Request, hooks: Hooks) -> Committed:
-    """Run the phases, and start over if a process started to use a GPU after the inspection, as the
-    process that starts torch.compile's compilers does, if a process without device memory has ended,
-    if CRIU could not stop a tree with device memory, if the job had a file open that a restore would
-    not find, if a connection waited for accept(2), if a file was only in the queue of a socket, or if
-    a semaphore was being made.
+    """Run the phases. Start over if they fail because of a condition that passes:
+
+    - A process started to use a GPU after the inspection, as the process that starts
+      torch.compile's compilers does.
+    - A process without device memory ended.
+    - CRIU could not stop a tree with device memory.
+    - The job had a file open that a restore would not find.
+    - A connection waited for accept(2).
+    - A file that was open for writing was only in the queue of a socket.
+    - A POSIX semaphore was being created.
     """
     began = DeathWatch(request.target.pid, request.target.job)
     for pause in (*[_REPEAT_PAUSE] * (_REPEATS - 1), None):
@@ -232,7 +237,7 @@ def _window(request: Request, accepted: Accepted, ready: Ready, deaths: DeathWat
     # On an error, first the driver brings back what it has moved out, then CRIU lets go.
     with ready.window, ready.devices or nullcontext():
         start_criu(request, accepted, ready)
-        # Preflight was a while ago. What still hinders CRIU after the wait, CRIU reports.
+        # Preflight was a while ago. If something still hinders CRIU after the waits, CRIU reports it.
         await_ends(request.target.pid)
         await_accepted(request.target.pid, tcp=request.options.connections == "keep")
         with phase(request.emit, "dump.window") as running, undisturbed():

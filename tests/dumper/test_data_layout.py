@@ -1,4 +1,4 @@
-"""Files of a data directory get cells of their own."""
+"""No two files of a data directory share a cell."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from icecore.dumper.data.layout import Layout
 from icecore.sizes import CELL_BYTES
 
 
-def test_room_that_is_released_twice_is_given_once() -> None:
+def test_cells_released_twice_are_given_once() -> None:
     layout = Layout({"a": (0, 1), "b": (1, 1), "c": (2, 1)})
     for _ in range(2):
         layout.release({"c": None})
@@ -29,7 +29,7 @@ def test_room_that_is_released_twice_is_given_once() -> None:
     )
 )
 def test_no_cell_belongs_to_two_files(steps: list[frozenset[str] | tuple[str, int]]) -> None:
-    """A step releases all files but some, or places a file of so many cells."""
+    """A step releases all files except some, or places a file with a number of cells."""
     layout = Layout({"a": (0, 2), "b": (3, 1), "c": (5, 3)})
     places = {"a": (0, 2), "b": (3, 1), "c": (5, 3)}
     for step in steps:

@@ -248,7 +248,7 @@ def test_a_deadline_scheduled_process(has: Has, store: Store) -> None:
     assert list(refused(store, pid)) == ["scheduling"]
 
 
-#: A process whose main thread ends while another runs for some seconds.
+#: A function that ends the main thread of its process while another thread runs for some seconds.
 _OUTLIVED = """
 import threading
 def outlived(seconds):
@@ -274,7 +274,7 @@ def test_a_process_that_ends_soon_after_its_main_thread(has: Has) -> None:
 
 
 def test_a_main_thread_that_ends_after_preflight(puppet: Puppet, store: Store) -> None:
-    """The window begins once the process has ended."""
+    """The dump waits for the end of the process before its window."""
     puppet.do(_OUTLIVED)
     end = "if os.fork() == 0: outlived(0.3)\ntime.sleep(0.1)"
     events = Events({("dump.preflight", "end"): lambda _: puppet.do(end)})
@@ -283,7 +283,7 @@ def test_a_main_thread_that_ends_after_preflight(puppet: Puppet, store: Store) -
 
 
 def test_a_main_thread_that_ends_in_the_window(puppet: Puppet, store: Store) -> None:
-    """CRIU fails, and the dump repeats its window."""
+    """CRIU fails, and the dump repeats the window."""
     puppet.do(_OUTLIVED)
     end = iter(["if os.fork() == 0: outlived(0.3)\ntime.sleep(0.1)"])
     events = Events({("dump.window", "begin"): lambda _: [puppet.do(code) for code in end]})
@@ -452,7 +452,7 @@ def test_a_unix_connection_that_leads_outside(
                 assert f"connected to {os.getpid()} (" in message and "was not built" in message
 
 
-#: Connections that wait for accept(2), and what a refusal says of them.
+#: Connections that wait for accept(2), and words of their refusal.
 UNACCEPTED = {
     "unix": (
         "s = socket.socket(socket.AF_UNIX); s.bind('s'); s.listen()\n"
@@ -484,7 +484,7 @@ def test_a_connection_that_is_never_accepted(
 
 @pytest.mark.parametrize("case", UNACCEPTED | CLOSED)
 def test_a_connection_that_is_accepted_soon(case: str, puppet: Puppet, store: Store) -> None:
-    """Neither preflight refuses it, nor does the window begin before it is accepted."""
+    """Preflight waits until it is accepted, and so does the dump before its window."""
     code, _ = (UNACCEPTED | CLOSED)[case]
     accept = (
         "import threading; threading.Timer(0.3, lambda: globals().update(p=s.accept())).start()"
@@ -498,10 +498,8 @@ def test_a_connection_that_is_accepted_soon(case: str, puppet: Puppet, store: St
 
 
 @pytest.mark.parametrize("case", UNACCEPTED)
-def test_a_connection_that_is_not_accepted_in_the_window(
-    case: str, puppet: Puppet, store: Store
-) -> None:
-    """The dump is repeated, and its error names the process."""
+def test_a_connection_that_begins_in_the_window(case: str, puppet: Puppet, store: Store) -> None:
+    """The dump starts over, and the error names the process."""
     code, _ = UNACCEPTED[case]
     begin = iter([code])
     events = Events(
@@ -750,7 +748,7 @@ def test_asynchronous_requests_that_begin_after_the_inspection(
 
 @pytest.mark.parametrize(("flags", "kind"), [("w", "F_WRLCK"), ("r", "F_RDLCK")])
 def test_a_job_that_holds_a_lease(flags: str, kind: str, has: Has, store: Store) -> None:
-    """Nothing opens its file: that would break the lease, and SIGIO would end the job."""
+    """No dump opens the file of a write lease: that breaks the lease, and SIGIO ends the job."""
     code = f"open('leased', 'w').close(); f = open('leased', '{flags}')"
     code += f"\nfcntl.fcntl(f, fcntl.F_SETLEASE, fcntl.{kind})"
     pid = has(code)

@@ -96,7 +96,7 @@ def test_which_names_a_restore_binds(images: Path) -> None:
     assert {one.path for one in load_unix(images) if one.is_bound} == {"/run/server", "/box"}
 
 
-def test_a_socket_comes_behind_its_peer(tmp_path: Path) -> None:
+def test_a_socket_comes_after_its_peer(tmp_path: Path) -> None:
     other = Message([(1, 0, 1), (2, 0, 99), (3, 2, b"")])
     entries = [
         entry(1, DGRAM, CLOSED, 2),  # a chain

@@ -1,11 +1,12 @@
-"""A job that changes all the time what it has on the GPU, or which processes use it; a line ``STEP
-DIGEST`` for each step, the same in each run.
+"""A job that constantly changes its objects on the GPU, or the processes that use the GPU. It writes
+a line ``STEP DIGEST`` for each step, the same in each run.
 
 python churn.py memory|processes|jax OUT
 
 memory: tensors, pinned and registered memory, streams, graphs and kernels of PyTorch come and go,
-while a thread allocates and computes, too. processes: programs that use the driver API begin, work
-for a moment, and end. jax: arrays, and programs for new shapes.
+while another thread allocates and computes, too.
+processes: programs that use the driver API start, work for a moment, and end.
+jax: arrays come and go, and programs are compiled for new shapes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ extern "C" __global__ void turn(unsigned char *data, int count)
 
 
 class Memory:
-    """Things of PyTorch on the GPU, in slots that are filled anew all the time."""
+    """Objects of PyTorch on the GPU, in slots that are refilled constantly."""
 
     def __init__(self) -> None:
         import torch
@@ -51,7 +52,7 @@ class Memory:
         )
 
     def replace(self) -> None:
-        """Empty a slot, and fill it with something else, mostly."""
+        """Empty a slot, and usually fill it with another object."""
         slot = self._random.randrange(_SLOTS)
         self._slots.pop(slot, None)
         self._release.pop(slot, lambda: None)()
@@ -66,7 +67,7 @@ class Memory:
             self._release[slot] = release[0]
 
     def step(self, number: int) -> str:
-        """Change everything; return a digest of everything."""
+        """Change all objects; return a digest of their contents."""
         torch = self._torch
         for change, _ in self._slots.values():
             change(number)
@@ -131,7 +132,7 @@ class Memory:
         return lambda number: graph.replay(), lambda: torch.cat([tensor, other])
 
     def _compiled(self) -> tuple[Any, ...]:
-        """A kernel that is compiled, and whose module is loaded, now."""
+        """A kernel that is compiled and loaded at this moment."""
         tensor = self._made()
         source = _KERNEL % (self._random.choice([3, 5, 7]), self._random.randrange(1000))
         kernel = self._torch.cuda._compile_kernel(source, "turn")
@@ -143,7 +144,7 @@ class Memory:
         return change, lambda: tensor
 
     def _streamed(self) -> tuple[Any, ...]:
-        """Work on a stream of its own, which events order."""
+        """Work on a stream of its own, ordered by events."""
         torch = self._torch
         tensor, stream = self._made(), torch.cuda.Stream()
 
@@ -161,7 +162,7 @@ class Memory:
 
 
 def compute(wrong: list[str]) -> None:
-    """Allocate, compute and free without rest."""
+    """Allocate, compute and free without a pause; add wrong results to ``wrong``."""
     import torch
 
     stream, number = torch.cuda.Stream(), 0
@@ -214,7 +215,7 @@ if number % 2:
 
 
 def processes() -> Iterator[str]:
-    """Yield what programs print, of which two run at any time."""
+    """Yield the output and exit status of programs, two of which run at any time."""
     running: list[subprocess.Popen[str]] = []
     number = 0
     while True:
@@ -228,7 +229,7 @@ def processes() -> Iterator[str]:
 
 
 def jax_arrays() -> Iterator[str]:
-    """Yield a digest for each step; each third one compiles for new shapes."""
+    """Yield a digest for each step; every third step compiles for a new shape."""
     import jax
     from jax import numpy as jnp
 

@@ -1,5 +1,5 @@
-"""Snapshots at random moments of jobs that change all the time what they have on the GPU, each of
-them restored, in random order.
+"""Take snapshots, at random moments, of jobs that constantly change their objects on the GPU. Restore
+them in random order.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ JOBS: dict[str, tuple[str, str, dict[str, str]]] = {
     "processes": ("processes", "", {}),
     "jax": ("jax", "jax", {}),
 }
-#: Lines that a job writes after a snapshot or a restore.
+#: Lines to wait for after each restore; after the last snapshot, three times as many.
 MORE = 15
 
 
 def take(lab: Lab, *, gpu_shared: bool, times: int = 20) -> str:
-    """Take a snapshot, again where a process with device memory ended meanwhile."""
+    """Take a snapshot; try again if a process with device memory ended during the dump."""
     for _ in range(times):
         try:
             return lab.dump("churn", gpu_shared=gpu_shared).snapshot
@@ -39,7 +39,7 @@ def take(lab: Lab, *, gpu_shared: bool, times: int = 20) -> str:
             if "ended during the dump" not in error.message:
                 raise
             print("  again:", error.message, flush=True)
-    raise TimeoutError("in each dump a process ended")
+    raise TimeoutError("a process ended during each dump")
 
 
 @pytest.mark.parametrize("how", ["resident", "driver"])
@@ -50,7 +50,7 @@ def test_each_snapshot_of_a_job_that_never_rests(name: str, how: str, lab: Lab) 
     seed = int(os.environ.get("ICECORE_TORTURE_SEED", str(time.time_ns() % 10**6)))
     print("seed", seed, flush=True)
     chance = random.Random(seed)
-    data = lab.folder / "data"  # with the files of compilers, which are not always open
+    data = lab.folder / "data"  # also holds files of compilers, which are not always open
     data.mkdir()
     out = data / "out"
     job = lab.run(
@@ -63,7 +63,7 @@ def test_each_snapshot_of_a_job_that_never_rests(name: str, how: str, lab: Lab) 
     taken, until = [], time.monotonic() + SECONDS / 3
     while time.monotonic() < until:
         time.sleep(chance.uniform(0, 0.5))
-        taken.append(take(lab, gpu_shared=name == "processes"))  # they share nothing
+        taken.append(take(lab, gpu_shared=name == "processes"))  # its processes share no memory
     wait_lines(out, len(lines(out)) + 3 * MORE)
     lab.kill(job.pid)
     lab.reap_ended(0.2)

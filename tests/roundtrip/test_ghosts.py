@@ -1,4 +1,4 @@
-"""Open files and directories that have no name any more: each restore makes them under names of its
+"""Open files and directories that no longer have a name: each restore creates them under names of its
 own.
 """
 
@@ -34,8 +34,9 @@ pytestmark = pytest.mark.criu
 
 _HERE = -100  # AT_FDCWD
 
-#: Has files and directories open that it removed: some files alone, one of them with a long name,
-#: one with its directory, and a directory with the one above it. On each USR1, it prints what it sees.
+#: Keeps files and directories open that it has removed: files, one of them with a long name and one
+#: together with its directory; and a directory together with its parent. On each USR1, it prints what
+#: it sees.
 JOB = """
 import json, os, shutil, signal
 opened = []
@@ -64,7 +65,7 @@ while True:
 
 @dataclass
 class Ghosts:
-    """A snapshot of a killed job, whose directory is empty."""
+    """A snapshot of a job that has ended. The job's directory is empty."""
 
     trip: Trip
     registry: Registry
@@ -100,7 +101,7 @@ def end(job: Job) -> None:
 
 
 def require_all(job: Job, folder: Path) -> None:
-    """Require that the job has what it had open."""
+    """Require that the job still has its removed files and directories open."""
     path = job.log_path("stdout")
     before = path.read_text().count("\n")
     job.kill(signal.SIGUSR1)
@@ -111,10 +112,10 @@ def require_all(job: Job, folder: Path) -> None:
     assert names == [[]] * 3 and links == [0] * 3
     assert inodes[0] != inodes[1] == inodes[2]
     assert all(path.startswith(f"{folder}/") and path.endswith(" (deleted)") for path in paths)
-    assert all(path.count(".ghost") <= 1 for path in paths), "names do not grow"
+    assert all(path.count(".ghost") <= 1 for path in paths), "a name has grown"
 
 
-def test_a_snapshot_comes_back_several_times_at_once(ghosts: Ghosts) -> None:
+def test_restores_of_one_snapshot_at_the_same_time(ghosts: Ghosts) -> None:
     with ThreadPoolExecutor(4) as pool:
         jobs = list(pool.map(ghosts.bring_back, ("one", "two", "three", "four")))
     for job in jobs:
@@ -124,7 +125,7 @@ def test_a_snapshot_comes_back_several_times_at_once(ghosts: Ghosts) -> None:
 
 @pytest.mark.parametrize("what", ["empty", "full"])
 def test_names_that_others_have_now(ghosts: Ghosts, what: str) -> None:
-    """CRIU takes an empty directory that it finds under the name, changes it, and removes it."""
+    """By itself, CRIU would use an empty directory with the old name, change it, and remove it."""
     gone = ghosts.folder / "gone"
     gone.mkdir(mode=0o750)
     for name in ("0", "1", *(["gone/19", "gone/kept"] if what == "full" else [])):
@@ -160,8 +161,8 @@ def test_what_a_killed_criu_leaves_is_removed(
     assert len(names) == 23 and not ghosts.folder.exists()
 
 
-#: Has files open that it removed, one from a directory that it uses on USR1, and one with its
-#: directory. It works in a directory that it removed with the one above it.
+#: Keeps two removed files open: one in a directory that it uses on USR1, one whose directory it also
+#: removed. Its working directory was removed together with the parent.
 IN_DIRECTORY = """
 import os, signal
 os.makedirs("kept", 0o750); os.makedirs("kept/gone"); os.makedirs("gone/below")
@@ -192,7 +193,7 @@ def test_the_directory_of_a_removed_file_is_made_again(trip: Trip, tmp_path: Pat
         job.wait(20)
         (folder / "kept").rmdir()
         job = bring_back(trip, registry, snapshot).job or job
-        assert look(folder, inodes=False) == before, "and nothing else is made"
+        assert look(folder, inodes=False) == before, "something else was created"
         job.kill(signal.SIGUSR1)
         path = job.log_path("stdout")
         assert eventually(lambda: path.read_text() == "begun\nmade\n")

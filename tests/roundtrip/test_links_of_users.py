@@ -282,7 +282,7 @@ def test_what_has_no_name_is_not_made_through_a_link_of_the_user(
     (world.roots / "in").mkdir(mode=0o755)
     (world.roots / "in/victim").write_bytes(SECRET)
     before = [path.stat() for path in (world.roots, world.roots / "in", world.roots / "in/victim")]
-    # The directory of the file is recorded, and the link is noticed before CRIU starts.
+    # If the directory of the file is recorded, the link is noticed before CRIU starts.
     recorded = what == "file in a directory"
     with pytest.raises(RestoreRefused if recorded else RestoreFailed):
         world.restore(snapshot)

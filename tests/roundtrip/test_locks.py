@@ -1,4 +1,4 @@
-"""Restored processes hold the locks of files that they had, whatever they have mapped."""
+"""Restored processes still hold their file locks, even on files that they have mapped."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.roundtrip.test_instances import bring_back, lines, needs_library, tak
 
 pytestmark = [pytest.mark.criu, needs_library]
 
-#: Three processes lock parts of one file, which each has mapped; one of them is stopped, one has a
-#: filter that ends it when it calls fcntl(2) once more. The first also uses the other kinds of locks.
+#: Three processes lock parts of one file, which each of them maps. One is stopped. One has a seccomp
+#: filter that kills it if it calls fcntl(2) again. The first also holds a lock of flock(2).
 JOB = """
 import ctypes, fcntl, mmap, os, signal, struct, sys, time
 file = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
@@ -71,7 +71,7 @@ def registry(tmp_path: Path) -> Iterator[Registry]:
 
 
 def held(path: Path) -> set[tuple[str, ...]]:
-    """Return kind, mode, beginning and end of each lock of a file."""
+    """Return kind, mode, start and end of each lock on a file."""
     found = set()
     for line in Path("/proc/locks").read_text().splitlines():
         words = line.split()
@@ -81,7 +81,7 @@ def held(path: Path) -> set[tuple[str, ...]]:
 
 
 def pids(job: Job) -> list[int]:
-    """Return the pids of the locking processes, in the order in which they were started."""
+    """Return the pids of the processes with locks, in the order in which they started."""
     found = procfs.tree(job.pid)[1:]
     return sorted(found, key=lambda pid: procfs.status(pid).own_pid)
 
@@ -132,7 +132,7 @@ def test_a_lock_that_another_process_has(trip: Trip, registry: Registry, tmp_pat
     assert not held(path)
 
 
-#: Locks a part of the file until its input ends.
+#: Locks a part of the file until end of input.
 _OTHER = """
 import fcntl, sys
 file = open(sys.argv[1], "r+b")
@@ -141,7 +141,7 @@ print("locked", flush=True)
 sys.stdin.read()
 """
 
-#: Two processes write to a database with a log that both have mapped.
+#: Two processes write to an SQLite database with a write-ahead log; both map its -shm file.
 WRITERS = """
 import os, sqlite3, sys, time
 database = sqlite3.connect(sys.argv[1], isolation_level=None)

@@ -320,7 +320,7 @@ def test_jobs_with_semaphores_come_back_at_the_same_time(trip: Trip, tmp_path: P
             name.unlink(missing_ok=True)
 
 
-#: Makes a semaphore as sem_open(3) does, slowly.
+#: Creates a semaphore as sem_open(3) does, but slowly.
 MAKING = """
 import os, sys, time
 made, name = sys.argv[1:]
@@ -334,7 +334,7 @@ time.sleep(1000)
 """
 
 
-def test_a_semaphore_that_is_being_made(trip: Trip, tmp_path: Path) -> None:
+def test_a_semaphore_that_is_being_created(trip: Trip, tmp_path: Path) -> None:
     made, name = (Path(f"/dev/shm/sem.{secrets.token_hex(size)}") for size in (3, 8))
     registry = Registry(tmp_path / "jobs")
     events: list[Event] = []

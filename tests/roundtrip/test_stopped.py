@@ -1,4 +1,4 @@
-"""A dump changes nothing about who is stopped by job control."""
+"""A dump does not change which processes are stopped by job control."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [
     ),
 ]
 
-#: Continues a stopped child as soon as it has stood still itself. CRIU lets the others go in between.
+#: Continues a stopped child as soon as it runs again after a window, while CRIU detaches the others.
 JOB = """
 import os, select, signal, threading, time
 if not os.fork():

@@ -1,4 +1,4 @@
-"""Unix sockets of a job that are connected to one which CRIU reads later."""
+"""Unix sockets whose peer comes later in CRIU's images."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tests.roundtrip.test_instances import bring_back, lines, take, wait_lines
 
 pytestmark = pytest.mark.criu
 
-#: The child answers once there is a file; the parent is connected to its listener and to its mailbox.
+#: The parent is connected to a listener and to a datagram socket of the child. The child answers once a
+#: file exists.
 JOB = """
 import os, socket, sys, time
 data = sys.argv[1]

@@ -28,7 +28,7 @@ class Layout:
         self._gaps: list[tuple[int, int]] = []
 
     def release(self, kept: Mapping[str, object]) -> None:
-        """Give the room of all files free that are not in ``kept``."""
+        """Free the cells of all files that are not in ``kept``."""
         self._of = {path: place for path, place in self._of.items() if path in kept}
         self._gaps, end = [], 0
         for first, count in sorted(self._of.values()):

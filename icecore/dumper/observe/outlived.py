@@ -1,4 +1,4 @@
-"""Processes whose main thread has ended while others run. CRIU cannot dump a tree with one."""
+"""Processes whose main thread has ended while other threads run. CRIU cannot dump a tree with one."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import time
 from icecore.errors import NotFound
 from icecore.host.kernel import procfs
 
-#: How often to look whether a process with a dead main thread is about to end, and the seconds
-#: between two looks.
+#: How often to look whether a process without its main thread has ended, and the seconds between
+#: two looks.
 _ENDING_LOOKS, _ENDING_PAUSE = 50, 0.01
 
 
 def outlived(zombie: int) -> bool:
-    """Return whether other threads of a zombie run on. Every process that ends with threads looks so
-    for a moment, so look for a while.
+    """Return whether other threads of a zombie still run after half a second. Every process with
+    several threads is in this state for a moment when it ends.
     """
     for _ in range(_ENDING_LOOKS):
         if procfs.is_over(zombie):
@@ -24,7 +24,7 @@ def outlived(zombie: int) -> bool:
 
 
 def await_ends(root: int) -> None:
-    """Wait a moment for the ends of such processes.
+    """Wait up to half a second for each such process to end.
 
     Args:
         root: Host pid of the tree's root.

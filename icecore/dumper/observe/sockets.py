@@ -51,11 +51,12 @@ class UnixSocket(msgspec.Struct, frozen=True):
 
     Attributes:
         kind: SOCK_ type.
-        peer: Inode of its peer; 0: none, or its connection is not accepted yet.
+        peer: Inode of its peer; 0: it has none, or its connection is not accepted yet.
         named: Whether it has a name.
-        clients: Of a listening socket: the inodes of clients whose connections are not accepted
+        clients: For a listening socket, the inodes of clients whose connections are not accepted
             yet; 0: the client has closed its socket.
-        unread: Bytes that it has sent and the peer has not read; of a listening socket: its backlog.
+        unread: Bytes of buffers with data that it has sent and the peer has not read. For a
+            listening socket, the backlog of listen(2).
     """
 
     kind: int
@@ -147,8 +148,8 @@ def connected_outside(pid: int, own: Collection[int], tree: Collection[int]) -> 
 
 
 def tcp_queues(pid: int) -> dict[int, int]:
-    """Map the inodes of TCP sockets that listen in a process's network namespace, and have
-    connections that are not accepted yet, to their ports.
+    """Return the ports, by inode, of listening TCP sockets with connections that are not accepted
+    yet, in a process's network namespace.
     """
     return {
         int(words[9]): int(words[1].rpartition(":")[2], 16)

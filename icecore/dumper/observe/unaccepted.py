@@ -1,6 +1,6 @@
-"""Connections of a tree that wait for accept(2). CRIU cannot dump those of TCP, nor those of unix
-sockets through which the client has already sent data. Those that the client has closed would be
-missing after a restore.
+"""Connections of a tree that wait for accept(2). CRIU cannot dump such a TCP connection, nor such a
+connection of unix sockets if the client has already sent data. If the client has closed its unix
+socket, CRIU would leave the connection out.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from icecore.dumper.observe.sockets import Socket, sockets_of, tcp_queues, unix_
 from icecore.errors import NotFound
 from icecore.host.kernel import procfs
 
-#: How often to look whether a server has accepted its connections, and the most seconds between two
-#: looks. They are random, because what a job does is often periodic.
+#: How often to look again whether a server has accepted its connections, and the longest pause between
+#: two looks, in seconds. Pauses are random, because periodic looks may always meet a periodic job at
+#: the same point.
 _LOOKS, _PAUSE = 50, 0.04
 
-_CURE = "have the server accept its connections before the dump, or its clients pause (--before)"
+_CURE = (
+    "have the server accept its connections before the dump, or have its clients pause (--before)"
+)
 _TCP_CURE = f"{_CURE}; with --connections close, a restored job finds its TCP connections closed"
 
 
 class Unaccepted(msgspec.Struct, frozen=True):
-    """A socket that CRIU cannot dump: what it is, and the cure."""
+    """A socket that CRIU cannot dump: a description, and the cure."""
 
     message: str
     cure: str = _CURE
@@ -34,15 +37,15 @@ class Unaccepted(msgspec.Struct, frozen=True):
 def await_accepted(
     root: int, *, tcp: bool, sockets: Iterable[tuple[int, Sequence[Socket]]] | None = None
 ) -> list[Unaccepted]:
-    """Wait for the server to accept the connections that CRIU cannot dump, for a second or so.
+    """Wait about a second for the tree to accept the connections that CRIU cannot dump.
 
     Args:
         root: Host pid of the tree's root.
-        tcp: Whether CRIU dumps TCP connections.
-        sockets: The sockets of each process, if they were read just now.
+        tcp: Whether CRIU is to dump TCP connections.
+        sockets: The sockets of each process, if they were just read.
 
     Returns:
-        What still waits. At each look, something did.
+        The sockets with connections that still wait. Every look found at least one.
     """
     found = _look(_sockets(root) if sockets is None else sockets, tcp)
     for _ in range(_LOOKS):
@@ -87,7 +90,8 @@ def _look(sockets: Iterable[tuple[int, Sequence[Socket]]], tcp: bool) -> list[Un
 
 
 def _look_at_unix(names: Mapping[int, str]) -> list[Unaccepted]:
-    """Find unix sockets that CRIU cannot dump, as it does (criu/sk-unix.c, dump_one_unix_fd).
+    """Return the unix sockets that CRIU would refuse (criu/sk-unix.c, dump_one_unix_fd) or dump without a
+    connection.
 
     Args:
         names: The tree's unix sockets, by inode.

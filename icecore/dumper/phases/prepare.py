@@ -73,7 +73,7 @@ SCAN_THREADS = 8
 #: threads and an eighth from 12 to 16; the scan as a whole was not measured so.
 NATIVE_SCAN_THREADS = 12
 ENCODE_THREADS = 4
-#: How CRIU names the inode of a socket whose connection waits for accept(2).
+#: CRIU's error about a connection that waits for accept(2); it ends with the socket's inode.
 _IN_FLIGHT = re.compile(r"[Ii]n-flight .* (?:0x)?([0-9a-f]+)$")
 
 

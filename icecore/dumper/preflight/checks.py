@@ -154,7 +154,7 @@ def _own(pid: int, thread: int, namespaces: Mapping[str, int]) -> str:
 
 
 def main_threads(found: Inspection) -> list[Refusal]:
-    """Refuse processes whose main thread has ended while others run. CRIU takes them for zombies."""
+    """Refuse processes whose main thread has ended while others run: CRIU dumps no such zombies."""
     return [
         main_thread_ended(p.pid) for p in found.processes if p.status.zombie and outlived(p.pid)
     ]

@@ -93,8 +93,8 @@ def direct_requests(found: Inspection) -> list[Refusal]:
 
 
 def leases(found: Inspection) -> list[Refusal]:
-    """Refuse write leases: the first other process that opens the file breaks such a lease. The
-    holder gets SIGIO, which ends it by default.
+    """Refuse write leases. A dump reads the file, which breaks the lease: the holder gets SIGIO, which
+    ends it by default.
     """
     return [
         Refusal(
@@ -215,6 +215,7 @@ def _pidfd(pid: int, number: int) -> int:
 
 
 def queues(found: Inspection) -> list[Refusal]:
+    """Refuse open POSIX message queues."""
     return [
         Refusal(
             "message-queue",
@@ -226,8 +227,8 @@ def queues(found: Inspection) -> list[Refusal]:
 
 
 def _queues(found: Inspection) -> Iterator[tuple[ProcessInspection, procfs.Descriptor]]:
-    """Yield the POSIX message queues. Each ipc namespace has one file system for them, which
-    mq_open(2) uses without a mount point.
+    """Yield each open POSIX message queue. Each ipc namespace has a file system for its queues, which
+    mq_open(2) uses even if it is not mounted anywhere.
     """
     kinds: dict[int, bool] = {}
     for process, descriptor in _all_descriptors(found):
@@ -326,7 +327,7 @@ def internet(found: Inspection) -> list[Refusal]:
 
 
 def unaccepted(found: Inspection) -> list[Refusal]:
-    """Refuse connections that CRIU cannot dump before the server accepts them, unless it does soon."""
+    """Refuse connections that CRIU cannot dump because the tree does not accept them soon."""
     left = await_accepted(
         found.root,
         tcp=found.options.connections == "keep",

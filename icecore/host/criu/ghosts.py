@@ -1,9 +1,9 @@
-"""Files and directories that have no name any more ("ghosts"), in CRIU's images
+"""Open files and directories that no longer have a name ("ghosts"), in CRIU's images
 (images/remap-file-path.proto, images/ghost-file.proto).
 
-CRIU makes a ghost from its images, opens it, and removes its name. The name of a file is
-PATH.cr.NUMBER.ghost, and each dump numbers its ghosts from 1. A directory gets its old name: if
-there is another directory, CRIU takes that one, changes its owner and mode, and removes it.
+CRIU creates a ghost from its images, opens it, and removes its name. It names a file
+PATH.cr.NUMBER.ghost, and each dump numbers its ghosts from 1. It creates a directory under its old
+name. If another directory has that name, CRIU uses it, changes its owner and mode, and removes it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _ORIGINAL, _TARGET, _KIND = 1, 2, 3
 #: images/fdinfo.proto, images/regfile.proto, images/mnt.proto.
 _REGULAR, _ID, _PATH, _MOUNT, _MODE = 3, 1, 6, 7, 10
 _MOUNT_ID, _POINT = 2, 7
-#: Above the numbers that dumps give to ghosts.
+#: Set in our numbers, and larger than any number that a dump gives to a ghost.
 _UNUSED = 1 << 30
-#: Bytes of a name that may get two suffixes (NAME_MAX).
+#: The most bytes of a name to which two suffixes can be added (NAME_MAX).
 _LONGEST = 255 - 2 * len(".cr.40000000.ghost")
 _SUFFIX = re.compile(r"\.cr\.[0-9a-f]+\.ghost\Z")
 
@@ -41,13 +41,13 @@ _SUFFIX = re.compile(r"\.cr\.[0-9a-f]+\.ghost\Z")
 def make_unique(
     folder: Path, is_there: Callable[[str], bool], is_taken: Callable[[str], bool]
 ) -> list[str]:
-    """Have CRIU make each ghost under a name that no other restore uses, and return these names.
+    """Have CRIU create each ghost under a name that no other restore uses, and return these names.
 
-    A file keeps the path that /proc/PID/fd shows, to which CRIU links it while it opens it. If
-    another file has that path, CRIU would use PATH.cr_link, as would other restores. If the
-    directory is missing, CRIU would make it for a moment. In these cases, or if its name is too
-    long for a suffix, a file gets a new path, in the nearest directory of its mount that exists, as
-    does each directory.
+    CRIU links a file to its old path while it opens it; /proc/PID/fd then shows that path. A file
+    keeps its path except in three cases: something else has the path (CRIU would use PATH.cr_link,
+    as would other restores), its directory is missing (CRIU would make it for a moment), or its name
+    is too long for a suffix. Such a file, and each directory, gets a new path in the nearest
+    existing directory above it on its mount.
 
     Args:
         folder: CRIU's images.

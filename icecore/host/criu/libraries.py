@@ -39,7 +39,8 @@ def dump_environment(hidden: str | None, hold: str = "") -> dict[str, str]:
     Without it a window is longer by some 7 ms for each GiB of addresses that its processes have
     reserved, and by some 45 ms for each GiB of small pages that they use. Dumps of two jobs at the
     same time can fail. So can the restore of a job that mapped a file at addresses where an earlier
-    snapshot found another file. A process that is continued right after a window can stay stopped.
+    snapshot found another file. A stopped process that gets SIGCONT right after a window can stay
+    stopped.
 
     Args:
         hidden: Path of a file for what CRIU is kept from seeing (`icecore.host.criu.hidden`); None:
@@ -66,9 +67,10 @@ def restore_environment(
 ) -> dict[str, str]:
     """Return what CRIU's environment needs besides ours for a restore: if it was built, a library
     that treats a thread killed while others run as one that was detached
-    (icecore/host/criu/detach.c), and has processes set their POSIX locks again
+    (icecore/host/criu/detach.c), and makes processes set their POSIX locks again
     (icecore/host/criu/locks.c), among other things. Without it a restore fails if a process of the
-    job ends another, or its own threads, while CRIU detaches them. Locks of mapped files are lost.
+    job ends another, or its own threads, while CRIU detaches them, and POSIX locks of mapped files
+    are lost.
 
     Args:
         cgroups: Files cgroup.procs of the groups that CRIU, and with it the tree, joins

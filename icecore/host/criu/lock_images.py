@@ -1,8 +1,8 @@
 """The POSIX locks of files in CRIU's images (images/file-lock.proto).
 
-CRIU (4.0 to 4.2: criu/files.c, do_dump_gen_file) leaves out the locks of a process if it inherited
-the open file, because it takes them for those of the process that it has seen first. Locks of other
-kinds belong to the open file, but a POSIX lock (fcntl(2), F_SETLK) to the process.
+CRIU (4.0 to 4.2: criu/files.c, do_dump_gen_file) omits the locks of a process that inherited the open
+file: it takes them for locks of the process in which it saw the open file first. Locks of other kinds
+belong to the open file, but a POSIX lock (fcntl(2), F_SETLK) belongs to the process.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _MODES = {"READ": 0, "WRITE": 1}
 
 
 def write_posix_locks(folder: Path, opened: Mapping[int, Sequence[Descriptor]]) -> None:
-    """Write the POSIX locks of all processes into complete images.
+    """Write the POSIX locks of all processes into the images of a finished dump.
 
     Args:
-        opened: Image id of each process → what it had open while it stood still.
+        opened: Image id of each process → its descriptors while it stood still.
     """
     entries = [
         Message([(number, _VARINT, value) for number, value in enumerate(lock, 1)])
@@ -41,7 +41,7 @@ def write_posix_locks(folder: Path, opened: Mapping[int, Sequence[Descriptor]]) 
 
 
 def _of_process(process: int, descriptors: Sequence[Descriptor]) -> Iterator[tuple[int, ...]]:
-    """Yield the fields of each lock once: it shows in every descriptor of its open file."""
+    """Yield the fields of each lock once; every descriptor of its open file shows the lock."""
     seen = set()
     for one in descriptors:
         for lock in one.locks:

@@ -1,14 +1,15 @@
 /* Preloaded into a CRIU that restores: processes keep their POSIX locks (fcntl(2), F_SETLK).
  *
  * CRIU (4.0 to 4.2: criu/cr-restore.c, restore_one_alive_task) sets a process's locks before it
- * maps the process's files, and closes a descriptor for each file that it maps. If a process closes
- * any descriptor of a file, the kernel removes all its POSIX locks of that file. SQLite maps a file
- * that it has locked: without its locks, the next process that opens the database takes that file
- * for a leftover and empties it.
+ * maps the process's files, and closes a descriptor for each file that it maps. When a process
+ * closes any descriptor of a file, the kernel removes all POSIX locks that it holds on that file.
+ * SQLite maps a file that it has locked. Without the locks, the next process that opens the
+ * database takes that file for a leftover and truncates it.
  *
- * So the locks are noted while CRIU sets them, in memory that CRIU's processes share. Each process
- * is made to set its locks again right before CRIU lets the first thread go, when nothing closes
- * descriptors any more. To set a lock that a process still has changes nothing.
+ * So this library notes the locks while CRIU sets them, in memory that CRIU's processes share.
+ * Right before CRIU detaches from the first thread, when nothing closes descriptors any more, it
+ * makes each process set its locks again. Setting a lock that a process still holds changes
+ * nothing.
  */
 #define _GNU_SOURCE
 #include "locks.h"
@@ -35,15 +36,15 @@
 #include "say.h"
 
 #define SHOWN __attribute__((visibility("default")))
-/* Address space; memory is used for the locks that there are. */
+/* The most locks. The table reserves address space; each lock noted takes memory. */
 #define MOST (1 << 20)
 
-/* How often a lock is tried. */
+/* How often a lock that another process holds is tried again, and the pause: 5 s in all. */
 #define PATIENCE 500
 #define PAUSE ((struct timespec){0, 10000000})
 
 struct lock {
-	pid_t process; /* as it sees itself */
+	pid_t process; /* in its own pid namespace */
 	int descriptor;
 	struct flock flock;
 };
@@ -82,7 +83,7 @@ SHOWN int fcntl64(int descriptor, int command, ...)
 	va_end(arguments);
 	if (command != F_SETLKW)
 		return (int)syscall(SYS_fcntl, descriptor, command, argument);
-	/* CRIU waits for ever for a lock that another process has. */
+	/* Without the library, CRIU waits for ever for a lock that another process holds. */
 	for (int turn = 0; syscall(SYS_fcntl, descriptor, F_SETLK, argument); turn++) {
 		if ((errno != EAGAIN && errno != EACCES) || turn == PATIENCE)
 			return -1;
@@ -96,14 +97,14 @@ SHOWN int fcntl(int, int, ...) __attribute__((alias("fcntl64")));
 #if defined(__x86_64__)
 #include <sys/user.h>
 
-/* What a thread needs for a call, in its memory. */
+/* What is written to a thread's memory for one call. */
 struct request {
 	unsigned char instruction[8];
 	struct flock flock;
 };
 
-/* Let a thread that stands go on until it stands at a system call. Signals that come meanwhile are
- * kept: only SIGSTOP can, because the others are blocked. */
+/* Run a stopped thread until it enters or leaves a system call. All signals that can be blocked are
+ * blocked. If SIGSTOP arrives, withhold it and set *stopped: the caller sends it again. */
 static int step(pid_t thread, bool *stopped)
 {
 	for (;;) {
@@ -124,8 +125,8 @@ static int step(pid_t thread, bool *stopped)
 	}
 }
 
-/* Where a thread makes its calls: the beginning of a private mapping with code, which a tracer can
- * write to. 0: there is none. */
+/* Return where a thread makes its calls: the start of a private mapping with code, to which a
+ * tracer can write. 0: there is none. */
 static uintptr_t code_of(pid_t thread)
 {
 	char path[64], line[512];
@@ -151,7 +152,9 @@ static int put(pid_t thread, uintptr_t at, const struct request *request)
 	return 0;
 }
 
-/* Have a thread set a lock, with the registers that it has. */
+/* Have a thread set one lock.
+ *
+ * own: the thread's registers. */
 static int call(pid_t thread, uintptr_t at, const struct lock *lock,
     const struct user_regs_struct *own, bool *stopped)
 {
@@ -173,7 +176,7 @@ static int call(pid_t thread, uintptr_t at, const struct lock *lock,
 	return regs.rax ? -1 : 0;
 }
 
-/* Have a thread set the locks of its process. */
+/* Have a thread set all locks of its process. */
 static int set(pid_t thread, pid_t process)
 {
 	const uint64_t all = ~0ull;
@@ -207,7 +210,7 @@ static int set(pid_t thread, pid_t process)
 }
 #endif
 
-/* The pid that a process has in its own namespace; 0: it has ended. */
+/* Return the pid of a thread in its own pid namespace; 0: the thread has ended. */
 static pid_t own_pid(pid_t thread)
 {
 	char path[64], line[256], *last;

@@ -5,9 +5,9 @@
 #include <stddef.h>
 #include <sys/types.h>
 
-/* Have processes set their locks again. -1: one could not; the log says why.
+/* Have processes set their POSIX locks again. -1: a process failed to; the log says why.
  *
- * threads: that this process traces, and that stand; 0: none in this place. */
+ * threads: stopped threads that this process traces; entries of 0 are skipped. */
 int set_locks(const pid_t *threads, size_t count);
 
 #endif

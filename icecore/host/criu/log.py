@@ -50,8 +50,8 @@ RESTLESS = "ended"
 #: ends with the inode of the socket.
 UNACCEPTED = "unaccepted"
 
-#: Name of the cause of a dump that fails because a process has begun to use a GPU: without a plugin,
-#: CRIU knows no devices of the driver.
+#: Name of the cause of a dump that fails because a process has started to use a GPU: CRIU started
+#: without the plugin that handles the driver's devices.
 BEGUN_GPU = "gpu-begun"
 
 #: Name of the cause of a restore that fails because another process has an id of the tree.
@@ -114,7 +114,7 @@ KNOWN: list[tuple[re.Pattern[str], Cause]] = [
             r"in-flight socket|In-flight connection \(l\)",
             UNACCEPTED,
             "a connection that the server has not accepted yet cannot be dumped",
-            "try again; if that does not help, have the server accept its connections before the dump, or its clients pause (--before)",
+            "try again; if that does not help, have the server accept its connections before the dump, or have its clients pause (--before)",
         ),
         (
             r"might require shell-job option|Found dangling tty|tty: Can't (?:find|open) master|can't find slave",

@@ -43,7 +43,7 @@ extern void print_on_level(unsigned level, const char *format, ...) __attribute_
 
 #define SHOWN __attribute__((visibility("default")))
 #define OTHERS_WRITE (S_IWGRP | S_IWOTH)
-/* How often, and after how many nanoseconds, a link is tried again whose name is in use: 5 s. */
+/* How often a link whose name is in use is tried again; the pause in nanoseconds: 5 s in all. */
 #define LINK_TRIES 5000
 #define LINK_PAUSE 1000000
 /* Capabilities that a file system user other than root lacks (capabilities(7)). */
@@ -468,8 +468,8 @@ static long add_name(const struct place *place, const struct place *other, const
 	    (long)*(const int *)flags);
 }
 
-/* CRIU's second choice of a name for a file that has none, which it needs only until it has opened
- * the file. Another restore of the same snapshot may be using that name. */
+/* Return whether a path is the fallback name under which CRIU links a file that has none, only
+ * until it has opened the file. Another restore of the same snapshot may be using that name. */
 static bool is_shared_name(const char *path)
 {
 	static const char end[] = ".cr_link";

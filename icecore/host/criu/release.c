@@ -1,13 +1,13 @@
-/* Preloaded into a CRIU that dumps: no thread of the tree runs before CRIU has dealt with all of
+/* Preloaded into a CRIU that dumps: no thread of the tree runs before CRIU has finished with all of
  * them.
  *
  * CRIU (4.0 to 4.2: criu/seize.c, unseize_task_and_threads) detaches the processes one after the
- * other, the root first. To a process that was stopped by a signal (job control), it sends SIGSTOP
- * right before it detaches that process. A process that runs already may have sent SIGCONT to it
- * meanwhile: CRIU's SIGSTOP comes later, and the process stops for ever. So from the root on,
- * detaching waits until CRIU has asked for it for every thread that is left.
+ * other, the root first. If a process was stopped by a signal (job control), CRIU sends it SIGSTOP
+ * right before detaching it. A process that already runs may have sent it SIGCONT by then. CRIU's
+ * SIGSTOP comes later, so the process stays stopped for ever. So once CRIU detaches the root,
+ * detaches are delayed until CRIU has requested one for every remaining thread.
  *
- * If CRIU ends before, the kernel detaches all.
+ * If CRIU ends earlier, the kernel detaches all threads.
  */
 #define _GNU_SOURCE
 #include "traced.h"
@@ -23,7 +23,7 @@ static struct request {
 } *waiting;
 static size_t waiting_count, waiting_room;
 
-/* The pid in CRIU's option --tree; 0: there is none. */
+/* Return the pid given with CRIU's option --tree; 0: there is none. */
 static pid_t root(void)
 {
 	static pid_t found = -1;
@@ -47,7 +47,7 @@ static pid_t root(void)
 	return found;
 }
 
-/* Detach later; false: there is no memory for that. */
+/* Delay a detach; false: out of memory. */
 static bool wait_with(struct request request)
 {
 	if (waiting_count == waiting_room) {
@@ -62,10 +62,10 @@ static bool wait_with(struct request request)
 	return true;
 }
 
-/* Whether a thread is left for which CRIU has not asked. */
+/* Return whether any thread remains whose detach CRIU has not requested. */
 static bool others_left(void)
 {
-	static size_t first; /* all before it have gone */
+	static size_t first; /* none before it remains */
 
 	for (; first < traced.count; first++)
 		if (traced.threads[first] && is_there(traced.threads[first]))

@@ -142,11 +142,12 @@ def drop_datagrams(folder: Path, inodes: Set[int]) -> None:
 
 
 def put_peers_first(folder: Path) -> bool:
-    """Put each socket behind the one to which it is connected; return whether one was not.
+    """Put each unix socket after the one to which it is connected, unless two are connected to each
+    other; return whether the order changed.
 
     CRIU (4.0 to 4.2: criu/sk-unix.c, try_resolve_unix_peer) finds a peer that it reads later only if
-    that one is connected back. A listener is not while a connection waits to be accepted, nor is a
-    datagram socket to which others send.
+    that peer is connected back. Two kinds of peers are not: a listener whose connection waits to be
+    accepted, and a datagram socket to which others send.
     """
     path = folder / "files.img"
     entries = read_image(path, FILES)

@@ -1,5 +1,5 @@
-/* Preloaded into CRIU: ptrace(2) keeps the list of traced threads, and has each library decide what
- * PTRACE_DETACH does. */
+/* Preloaded into CRIU: ptrace(2) maintains the list of traced threads, and PTRACE_DETACH calls the
+ * library's let_go(). */
 #include "traced.h"
 
 #include <errno.h>
@@ -22,7 +22,7 @@ static void remember(pid_t thread)
 		size_t room = traced.room ? 2 * traced.room : 1024;
 		pid_t *threads = realloc(traced.threads, room * sizeof *threads);
 		if (!threads)
-			return; /* then nobody asks whether it is there */
+			return; /* the thread is not tracked */
 		traced.threads = threads;
 		traced.room = room;
 	}

@@ -1,4 +1,4 @@
-/* The threads that CRIU traces: what it seizes and lets go passes here. */
+/* The threads that CRIU traces. Every seize and detach passes through here. */
 #ifndef ICECORE_CRIU_TRACED_H
 #define ICECORE_CRIU_TRACED_H
 
@@ -6,27 +6,26 @@
 #include <stddef.h>
 #include <sys/types.h>
 
-/* The threads that this process has seized and not detached, in the order in which they were seized;
- * 0: one that was detached. A child of CRIU's starts with none: it traces nobody. */
+/* The threads that this process has seized, in that order; 0 replaces one that was detached. A
+ * child of CRIU starts with an empty list, because it traces nothing. */
 extern struct traced {
 	pid_t of;
 	pid_t *threads;
 	size_t count, room;
-	size_t next; /* the thread after the one that was detached last: they are mostly detached in
-			this order */
-	bool letting_go; /* since the last one came, one has gone */
+	size_t next; /* index after the thread that was detached last: most are detached in order */
+	bool letting_go; /* one was detached since the last was seized */
 } traced;
 
-/* Whether a thread is still there; what is stopped by a tracer can only be killed. */
+/* Return whether a traced thread still exists. Only SIGKILL ends one that a tracer has stopped. */
 bool is_there(pid_t thread);
 
-/* Take a thread from the list; whether it was there. */
+/* Remove a thread from the list; return whether it was listed. */
 bool forget(pid_t thread);
 
-/* PTRACE_DETACH itself. */
+/* Detach at once. */
 long detach_now(pid_t thread, void *address, void *data);
 
-/* What happens on PTRACE_DETACH: each library has its own. */
+/* Handle CRIU's PTRACE_DETACH. Each library defines its own. */
 long let_go(pid_t thread, void *address, void *data);
 
 #endif

@@ -46,7 +46,7 @@ _libc.statfs.restype = ctypes.c_int
 #: statfs(2): file systems without a disk: tmpfs, hugetlbfs, ramfs.
 TMPFS, HUGETLBFS = 0x01021994, 0x958458F6
 _IN_MEMORY = (TMPFS, 0x858458F6, HUGETLBFS)
-#: POSIX message queues (mq_overview(7)).
+#: statfs(2): POSIX message queues (mq_overview(7)).
 MQUEUE = 0x19800202
 
 _M_ARENA_MAX, _M_MMAP_THRESHOLD = -8, -3  # malloc.h

@@ -115,7 +115,7 @@ class Status(msgspec.Struct, frozen=True):
 class Descriptor(msgspec.Struct, frozen=True):
     """An open file of a process. ``target`` is what /proc/PID/fd links to, ``flags`` the open(2)
     flags, ``inode`` and ``device`` of what is open, ``special`` the device that a device file stands
-    for, ``locks`` the process's locks through it, each as a line of /proc/locks (proc(5)).
+    for, ``locks`` the process's locks set through it, each as a line of /proc/locks (proc(5)).
     """
 
     number: int

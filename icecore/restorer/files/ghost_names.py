@@ -1,5 +1,5 @@
-"""The names under which CRIU makes files and directories that have none (`icecore.host.criu.ghosts`):
-each restore has its own.
+"""The names under which CRIU creates files and directories that have none (`icecore.host.criu.ghosts`).
+Each restore uses names of its own.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def name_ghosts(
     root: str = "",
     is_own: Callable[[str], bool] = lambda path: False,
 ) -> list[str]:
-    """Change CRIU's images so that it uses new names, and return these.
+    """Change CRIU's images so that it uses new names; return the names.
 
     Args:
         images: CRIU's images.
-        places: Private temporary directories → what will be bound over them, with their content.
-        root: What other paths are relative to.
-        is_own: Whether another path lies in a file system of the instance's own, which CRIU makes.
+        places: Private temporary directory → the filled directory that will be bound over it.
+        root: Directory to which other paths are relative.
+        is_own: Whether another path lies in a file system of the instance itself, which CRIU makes.
     """
 
     def is_there(folder: str) -> bool:
@@ -45,7 +45,7 @@ def name_ghosts(
 
 
 def remove_ghosts(names: Sequence[str], root: str = "") -> None:
-    """Remove what a CRIU that was killed has left of `name_ghosts`."""
+    """Remove those names of `name_ghosts` that a killed CRIU has left."""
     with JobPaths(root) as paths:
         for path in names:
             folder, name = os.path.split(path)

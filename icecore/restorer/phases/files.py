@@ -297,7 +297,7 @@ def _fill_temporary(attempt: Attempt, plan: Plan, resources: Resources) -> int:
 
 
 def _temporary_places(resources: Resources) -> dict[str, Path]:
-    """Return what will be bound over each private temporary directory of the instance."""
+    """Return the directory that will be bound over each private temporary directory."""
     record, restoring = resources.record, resources.restoring
     if record is None or restoring is None:
         return {}
@@ -305,7 +305,7 @@ def _temporary_places(resources: Resources) -> dict[str, Path]:
 
 
 def _name_ghosts(attempt: Attempt, resources: Resources, images: Path) -> list[str]:
-    """Give CRIU names of this restore's own for files that have none."""
+    """Have CRIU create files without a name under names that only this restore uses."""
     record = resources.record
     return name_ghosts(
         images,

@@ -24,7 +24,7 @@ class Undo:
         stack: Undoes, in reverse, everything that was begun and is not part of the tree.
         guard: The guard, once it runs.
         put_back: The changes of the job's files, from before the first of them.
-        ghosts: Names that a killed CRIU may leave, some of them in directories that were made.
+        ghosts: Names that a killed CRIU may leave, some in directories that the restore made.
         tree: The tree, from before CRIU starts.
     """
 
