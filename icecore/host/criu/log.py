@@ -198,7 +198,7 @@ KNOWN: list[tuple[re.Pattern[str], Cause]] = [
             "raise the hard limit of descriptors (ulimit -Hn, LimitNOFILE=) to 1,024 above the job's highest one, or give icecore CAP_SYS_RESOURCE",
         ),
         (
-            r"Can not set posix lock|cannot lock descriptor",
+            r"Can not set posix lock|cannot lock descriptor \d+ again: Resource temporarily",
             "lock-taken",
             "another process has locked a file that a process of the job had locked",
             "end the other process, or restore where it does not use the file",
