@@ -12,9 +12,12 @@
  * the first is detached, all are checked: one that is missing then was killed from outside (by the
  * OOM killer, by hand), and the tree would run without it.
  */
+#define _GNU_SOURCE
 #include "traced.h"
 
+#include <dlfcn.h>
 #include <errno.h>
+#include <string.h>
 #include <unistd.h>
 
 #include "locks.h"
@@ -27,6 +30,27 @@ static bool all_there(void)
 	return true;
 }
 
+/* Whether a process could not set its locks again. */
+static bool locks_lost;
+
+static int set_all_locks(void)
+{
+	locks_lost = locks_lost || set_locks(traced.threads, traced.count);
+	return locks_lost ? -1 : 0;
+}
+
+/* CRIU (criu/action-scripts.c, run_shell_scripts) names the stage before it starts its script. It
+ * goes on if that fails, and then fails when it detaches. */
+__attribute__((visibility("default"))) int setenv(const char *name, const char *value, int overwrite)
+{
+	int (*next)(const char *, const char *, int) = dlsym(RTLD_NEXT, "setenv");
+
+	if (traced.of == getpid() && !strcmp(name, "CRTOOLS_SCRIPT_ACTION") &&
+	    !strcmp(value, "pre-resume") && set_all_locks())
+		return -1;
+	return next(name, value, overwrite);
+}
+
 long let_go(pid_t thread, void *address, void *data)
 {
 	bool ours = traced.of == getpid();
@@ -36,7 +60,7 @@ long let_go(pid_t thread, void *address, void *data)
 			errno = ESRCH;
 			return -1;
 		}
-		if (set_locks(traced.threads, traced.count))
+		if (set_all_locks())
 			return -1;
 	}
 	long result = detach_now(thread, address, data);

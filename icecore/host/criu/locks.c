@@ -6,16 +6,18 @@
  * SQLite maps a file that it has locked. Without the locks, the next process that opens the
  * database takes that file for a leftover and truncates it.
  *
- * So this library notes the locks while CRIU sets them, in memory that CRIU's processes share.
- * Right before CRIU detaches from the first thread, when nothing closes descriptors any more, it
- * makes each process set its locks again. Setting a lock that a process still holds changes
- * nothing.
+ * So this library notes the locks while CRIU sets them, in memory that CRIU's processes share. Once
+ * all threads stand, and nothing closes descriptors any more, it has the processes that have lost
+ * locks set these again: before the action script that holds the tree (stage pre-resume), because
+ * the tree may be held for minutes, or before CRIU detaches from the first thread if there is no
+ * script.
  */
 #define _GNU_SOURCE
 #include "locks.h"
 
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdatomic.h>
@@ -29,6 +31,7 @@
 #include <sys/ptrace.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
+#include <sys/vfs.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -39,8 +42,10 @@
 /* The most locks. The table reserves address space; each lock noted takes memory. */
 #define MOST (1 << 20)
 
-/* How often a lock that another process holds is tried again, and the pause: 5 s in all. */
+/* How often a lock that another process holds is tried again, and the pause: 5 s in all. On NFS 100 s:
+ * a server keeps the locks of a machine that has crashed until its lease has ended. */
 #define PATIENCE 500
+#define PATIENCE_NFS 10000
 #define PAUSE ((struct timespec){0, 10000000})
 
 struct lock {
@@ -62,16 +67,30 @@ __attribute__((constructor)) static void share(void)
 	noted = memory == MAP_FAILED ? NULL : memory;
 }
 
-static int note(int descriptor, const struct flock *flock)
+/* A lock that cannot be noted may be lost, as all would be without the library. */
+static void note(int descriptor, const struct flock *flock)
 {
 	unsigned at = noted ? atomic_fetch_add(&noted->count, 1) : MOST;
 
-	if (at >= MOST) {
-		errno = ENOLCK;
-		return -1;
-	}
-	noted->locks[at] = (struct lock){getpid(), descriptor, *flock};
-	return 0;
+	if (at < MOST)
+		noted->locks[at] = (struct lock){getpid(), descriptor, *flock};
+	else
+		SAY("a lock of process %d is not noted\n", getpid());
+}
+
+static unsigned count_noted(void)
+{
+	unsigned count = noted ? noted->count : 0;
+
+	return count < MOST ? count : MOST;
+}
+
+static int patience(int descriptor)
+{
+	struct statfs about;
+
+	return !fstatfs(descriptor, &about) && about.f_type == NFS_SUPER_MAGIC ? PATIENCE_NFS
+									       : PATIENCE;
 }
 
 SHOWN int fcntl64(int descriptor, int command, ...)
@@ -85,17 +104,42 @@ SHOWN int fcntl64(int descriptor, int command, ...)
 		return (int)syscall(SYS_fcntl, descriptor, command, argument);
 	/* Without the library, CRIU waits for ever for a lock that another process holds. */
 	for (int turn = 0; syscall(SYS_fcntl, descriptor, F_SETLK, argument); turn++) {
-		if ((errno != EAGAIN && errno != EACCES) || turn == PATIENCE)
+		if ((errno != EAGAIN && errno != EACCES) || turn == patience(descriptor))
 			return -1;
 		nanosleep(&PAUSE, NULL);
 	}
-	return note(descriptor, argument);
+	note(descriptor, argument);
+	return 0;
 }
 
 SHOWN int fcntl(int, int, ...) __attribute__((alias("fcntl64")));
 
+/* Whether a process does not hold a lock that was noted (/proc/PID/fdinfo in proc(5)). */
+static bool is_lost(pid_t thread, const struct lock *lock)
+{
+	char path[64], line[256], mode[16], end[32], wanted[32] = "EOF";
+	long long start;
+	bool found = false;
+
+	if (lock->flock.l_len)
+		snprintf(wanted, sizeof wanted, "%lld",
+		    (long long)(lock->flock.l_start + lock->flock.l_len - 1));
+	snprintf(path, sizeof path, "/proc/%d/fdinfo/%d", thread, lock->descriptor);
+	FILE *file = fopen(path, "re");
+	while (file && !found && fgets(line, sizeof line, file))
+		found = sscanf(line, "lock: %*d: POSIX %*s %15s %*d %*s %lld %31s", mode, &start, end) == 3 &&
+		    !strcmp(mode, lock->flock.l_type == F_WRLCK ? "WRITE" : "READ") &&
+		    start == lock->flock.l_start && !strcmp(end, wanted);
+	if (file)
+		fclose(file);
+	return !found;
+}
+
 #if defined(__x86_64__)
 #include <sys/user.h>
+
+/* The code segment of 64-bit code. */
+#define CODE_64 0x33
 
 /* What is written to a thread's memory for one call. */
 struct request {
@@ -104,7 +148,8 @@ struct request {
 };
 
 /* Run a stopped thread until it enters or leaves a system call. All signals that can be blocked are
- * blocked. If SIGSTOP arrives, withhold it and set *stopped: the caller sends it again. */
+ * blocked. If SIGSTOP arrives, withhold it and set *stopped: the caller sends it again. Any other
+ * signal means that the thread cannot run the instruction. */
 static int step(pid_t thread, bool *stopped)
 {
 	for (;;) {
@@ -121,7 +166,12 @@ static int step(pid_t thread, bool *stopped)
 		}
 		if ((WSTOPSIG(status) & 0x7f) == SIGTRAP && status >> 16 == 0)
 			return 0;
-		*stopped |= WSTOPSIG(status) == SIGSTOP && status >> 16 == 0;
+		if (WSTOPSIG(status) == SIGSTOP && status >> 16 == 0) {
+			*stopped = true;
+		} else if (status >> 16 != PTRACE_EVENT_STOP) {
+			errno = EFAULT;
+			return -1;
+		}
 	}
 }
 
@@ -176,7 +226,7 @@ static int call(pid_t thread, uintptr_t at, const struct lock *lock,
 	return regs.rax ? -1 : 0;
 }
 
-/* Have a thread set all locks of its process. */
+/* Have a thread set the locks that its process has lost. */
 static int set(pid_t thread, pid_t process)
 {
 	const uint64_t all = ~0ull;
@@ -187,15 +237,21 @@ static int set(pid_t thread, pid_t process)
 	bool stopped = false;
 	int why = 0;
 
-	remote.iov_base = (void *)code_of(thread);
-	if (process_vm_readv(thread, &local, 1, &remote, 1, 0) != sizeof before ||
-	    ptrace(PTRACE_GETREGS, thread, NULL, &own) ||
+	if (ptrace(PTRACE_GETREGS, thread, NULL, &own))
+		return -1;
+	if (own.cs != CODE_64) {
+		SAY("the locks of process %d may be lost: it is a 32-bit process\n", process);
+		return 0;
+	}
+	uintptr_t at = code_of(thread);
+	remote.iov_base = (void *)at;
+	errno = EFAULT; /* unless a call says more */
+	if (!at || process_vm_readv(thread, &local, 1, &remote, 1, 0) != sizeof before ||
 	    ptrace(PTRACE_GETSIGMASK, thread, sizeof mask, &mask) ||
 	    ptrace(PTRACE_SETSIGMASK, thread, sizeof all, &all))
 		return -1;
-	uintptr_t at = (uintptr_t)remote.iov_base;
-	for (unsigned i = 0; i < noted->count && !why; i++)
-		if (noted->locks[i].process == process &&
+	for (unsigned i = 0; i < count_noted() && !why; i++)
+		if (noted->locks[i].process == process && is_lost(thread, &noted->locks[i]) &&
 		    call(thread, at, &noted->locks[i], &own, &stopped)) {
 			why = errno;
 			SAY("process %d cannot lock descriptor %d again: %s\n", process,
@@ -226,21 +282,21 @@ static pid_t own_pid(pid_t thread)
 	return found;
 }
 
-static bool has_locks(pid_t process)
+static bool has_lost(pid_t thread, pid_t process)
 {
-	for (unsigned i = 0; i < noted->count; i++)
-		if (noted->locks[i].process == process)
+	for (unsigned i = 0; i < count_noted(); i++)
+		if (noted->locks[i].process == process && is_lost(thread, &noted->locks[i]))
 			return true;
 	return false;
 }
 
 int set_locks(const pid_t *threads, size_t count)
 {
-	if (!noted || !noted->count)
+	if (!count_noted())
 		return 0;
 	for (size_t i = 0; i < count; i++) {
 		pid_t process = threads[i] ? own_pid(threads[i]) : 0;
-		if (!process || !has_locks(process))
+		if (!process || !has_lost(threads[i], process))
 			continue;
 #if defined(__x86_64__)
 		if (set(threads[i], process)) {
@@ -249,7 +305,7 @@ int set_locks(const pid_t *threads, size_t count)
 			return -1;
 		}
 #else
-		SAY("the locks of process %d may be lost: not implemented for this processor\n",
+		SAY("the locks of process %d are lost: not implemented for this processor\n",
 		    process);
 #endif
 	}
