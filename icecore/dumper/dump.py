@@ -190,6 +190,7 @@ def _run_until_fit(request: Request, hooks: Hooks) -> Committed:
     - A POSIX semaphore was being created.
     """
     began = DeathWatch(request.target.pid, request.target.job)
+    met: set[str] = set()
     for pause in (*[_REPEAT_PAUSE] * (_REPEATS - 1), None):
         deaths = DeathWatch(request.target.pid, request.target.job)
         try:
@@ -198,7 +199,10 @@ def _run_until_fit(request: Request, hooks: Hooks) -> Committed:
                 committed = _run(request, hooks, deaths, stack)
             break
         except _PASSING as error:
-            final = isinstance(error, TreeRestless) and error.final
+            # A job may leave a file in a queue, which each window would find there.
+            again = isinstance(error, FileInFlight) and str(error) in met
+            met.add(str(error))
+            final = again or (isinstance(error, TreeRestless) and error.final)
             if pause is None or final or not _runs(request.target.pid):
                 raise
             began.watch([request.target.pid])

@@ -472,7 +472,7 @@ CLOSED = {"closed": (f"{UNACCEPTED['unix'][0]}; c.close()", "that the client has
 def test_a_connection_that_is_never_accepted(
     case: str, has: Has, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unaccepted, "_LOOKS", 5)
+    monkeypatch.setattr(unaccepted, "_SECONDS", 0.1)
     code, what = (UNACCEPTED | CLOSED)[case]
     pid = has(code)
     found = refused(store, pid)

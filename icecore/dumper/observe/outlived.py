@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 
 from icecore.errors import NotFound
 from icecore.host.kernel import procfs
 
-#: How often to look whether a process without its main thread has ended, and the seconds between
-#: two looks.
-_ENDING_LOOKS, _ENDING_PAUSE = 50, 0.01
+#: How many seconds processes without their main threads have to end, and the seconds between two looks.
+_SECONDS, _PAUSE = 0.5, 0.01
 
 
-def outlived(zombie: int) -> bool:
-    """Return whether other threads of a zombie still run after half a second. Every process with
-    several threads is in this state for a moment when it ends.
+def outlived(zombies: Iterable[int]) -> list[int]:
+    """Return the zombies of which other threads run on. Every process with threads looks so for a
+    moment when it ends, so look for half a second.
     """
-    for _ in range(_ENDING_LOOKS):
-        if procfs.is_over(zombie):
-            return False
-        time.sleep(_ENDING_PAUSE)
-    return True
+    left, end = list(zombies), time.monotonic() + _SECONDS
+    while (left := [pid for pid in left if not procfs.is_over(pid)]) and time.monotonic() < end:
+        time.sleep(_PAUSE)
+    return left
 
 
 def await_ends(root: int) -> None:
-    """Wait up to half a second for each such process to end.
+    """Wait for half a second for such processes of a tree to end.
 
     Args:
         root: Host pid of the tree's root.
     """
+    zombies = []
     for pid in procfs.tree(root):
-        try:
+        with suppress(NotFound):  # it has been reaped
             if procfs.is_zombie(pid):
-                outlived(pid)
-        except NotFound:
-            continue  # it has been reaped
+                zombies.append(pid)
+    outlived(zombies)

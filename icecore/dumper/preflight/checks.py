@@ -155,9 +155,8 @@ def _own(pid: int, thread: int, namespaces: Mapping[str, int]) -> str:
 
 def main_threads(found: Inspection) -> list[Refusal]:
     """Refuse processes whose main thread has ended while others run: CRIU dumps no such zombies."""
-    return [
-        main_thread_ended(p.pid) for p in found.processes if p.status.zombie and outlived(p.pid)
-    ]
+    zombies = [p.pid for p in found.processes if p.status.zombie]
+    return [main_thread_ended(pid) for pid in outlived(zombies)]
 
 
 def main_thread_ended(pid: int) -> Refusal:

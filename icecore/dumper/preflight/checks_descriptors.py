@@ -328,11 +328,7 @@ def internet(found: Inspection) -> list[Refusal]:
 
 def unaccepted(found: Inspection) -> list[Refusal]:
     """Refuse connections that CRIU cannot dump because the tree does not accept them soon."""
-    left = await_accepted(
-        found.root,
-        tcp=found.options.connections == "keep",
-        sockets=[(p.pid, p.sockets) for p in found.processes],
-    )
+    left = await_accepted(found.root, tcp=found.options.connections == "keep")
     return [
         Refusal("unaccepted", f"{one.message}, and CRIU cannot dump it", one.cure)
         for one in left[:_MOST_NAMED]

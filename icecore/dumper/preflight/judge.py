@@ -95,7 +95,7 @@ def check_target(pid: int) -> list[Refusal]:
     if procfs.is_kernel_thread(pid):
         return [Refusal("kernel-thread", f"{pid} is a thread of the kernel", "name a process")]
     if procfs.is_zombie(pid):
-        if outlived(pid):
+        if outlived([pid]):
             return [checks.main_thread_ended(pid)]
         return [
             Refusal(

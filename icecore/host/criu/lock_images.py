@@ -46,8 +46,9 @@ def _of_process(process: int, descriptors: Sequence[Descriptor]) -> Iterator[tup
     for one in descriptors:
         for lock in one.locks:
             _, kind, _, mode, _, file, start, end = lock.split()
-            if kind != "POSIX" or (file, start, end) in seen:
+            key = one.device, file, start, end  # the kernel shows one device for a whole Btrfs
+            if kind != "POSIX" or key in seen:
                 continue
-            seen.add((file, start, end))
+            seen.add(key)
             length = 0 if end == "EOF" else int(end) + 1 - int(start)
             yield _POSIX, _MODES[mode], process, one.number, int(start), length

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from icecore.errors import Damaged
 from icecore.host.criu.images import FILES, read_image, write_image
 from icecore.host.criu.protobuf import Message
 
@@ -159,14 +160,16 @@ def put_peers_first(folder: Path) -> bool:
     peers = {one: entry.message(_ENTRY_SOCKET).integer(_PEER) for one, entry in sockets.items()}
     order: dict[int, None] = {}
     for number in sockets:
-        chain: list[int] = []
+        chain: dict[int, None] = {}
         while number in sockets and number not in order and number not in chain:
-            chain.append(number)
+            chain[number] = None
             peer = peers[number]
             number = 0 if peers.get(peer) == number else peer
         order |= dict.fromkeys(reversed(chain))
     if list(order) == list(sockets):
         return False
+    if len(sockets) < sum(entry.integer(_ENTRY_TYPE) == UNIX_SOCKET for entry in entries):
+        raise Damaged("image", path.name, "two sockets have one inode")
     ordered = (sockets[number] for number in order)
     moved = [
         next(ordered) if entry.integer(_ENTRY_TYPE) == UNIX_SOCKET else entry for entry in entries
