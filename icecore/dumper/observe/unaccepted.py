@@ -31,14 +31,20 @@ _TCP_CURE = f"{_CURE}; with --connections close, a restored job finds its TCP co
 
 
 class Unaccepted(msgspec.Struct, frozen=True):
-    """A socket that CRIU cannot dump: what it is, and the cure."""
+    """A socket with a connection that is not accepted yet.
+
+    Attributes:
+        message: What it is.
+        cure: What makes a dump possible. Empty: CRIU dumps the tree without the connection.
+    """
 
     message: str
     cure: str
 
 
 def await_accepted(root: int, *, tcp: bool) -> list[Unaccepted]:
-    """Wait for about a second for the server to accept the connections that CRIU cannot dump.
+    """Wait for about a second for the server to accept the connections that CRIU cannot dump, or would
+    leave out.
 
     Args:
         root: Host pid of the tree's root. Its network namespace is asked for TCP sockets, and this
@@ -46,17 +52,17 @@ def await_accepted(root: int, *, tcp: bool) -> list[Unaccepted]:
         tcp: Whether CRIU dumps TCP connections.
 
     Returns:
-        The sockets with connections that still wait. Every look found at least one.
+        The sockets that CRIU cannot dump. Every look found at least one with a connection that waited.
     """
     end = time.monotonic() + _SECONDS
     while (found := _look(root, tcp)) and time.monotonic() < end:
         time.sleep(random.uniform(0, _PAUSE))
-    return found
+    return [one for one in found if one.cure]
 
 
 def _look(root: int, tcp: bool) -> list[Unaccepted]:
     """Look at the kernel's tables, and at the processes only if these name a socket."""
-    suspects = {inode: Unaccepted(what, _CURE) for inode, what in _unix_suspects().items()}
+    suspects = _unix_suspects()
     if tcp:
         for inode, port in tcp_queues(root).items():
             what = f"listens on TCP port {port} and has connections that are not accepted yet"
@@ -71,26 +77,21 @@ def _look(root: int, tcp: bool) -> list[Unaccepted]:
     return list(found.values())
 
 
-def _unix_suspects() -> dict[int, str]:
-    """Return what is wrong with unix sockets, by inode: those that CRIU would refuse
-    (criu/sk-unix.c, dump_one_unix_fd) or dump without a connection.
+def _unix_suspects() -> dict[int, Unaccepted]:
+    """Return unix sockets by inode: those that CRIU would refuse (criu/sk-unix.c, dump_one_unix_fd) or
+    dump without a connection, because the client has closed it.
     """
     try:
         known = unix_sockets()
     except OSError:
         return {}  # a kernel without unix_diag: CRIU needs it too and reports it
     waiting = {client for one in known.values() for client in one.clients}
+    sent = "is a unix socket that has sent data through a connection that is not accepted yet"
     suspects = {
-        inode: "is a unix socket that has sent data through a connection that is not accepted yet"
-        for inode in waiting & known.keys()
-        if known[inode].unread
+        inode: Unaccepted(sent, _CURE) for inode in waiting & known.keys() if known[inode].unread
     }
-    for inode, one in known.items():
-        if 0 in one.clients:
-            suspects[inode] = (
-                "is a unix socket with a connection that is not accepted yet and that the client has closed"
-            )
-    return suspects
+    closed = Unaccepted("has a connection that the client has closed", "")
+    return suspects | {inode: closed for inode, one in known.items() if 0 in one.clients}
 
 
 def _socket_inodes(pid: int) -> Iterator[tuple[int, int]]:

@@ -481,9 +481,10 @@ static bool is_shared_name(const char *path)
 SHOWN int linkat(int from, const char *old, int to, const char *new, int flags)
 {
 	static const struct timespec pause = {0, LINK_PAUSE};
+	static int tries; /* for all links: a killed restore may have left such names */
 	int result = change_both(add_name, from, old, to, new, &flags);
 
-	for (int i = 0; result && errno == EEXIST && is_shared_name(new) && i < LINK_TRIES; i++) {
+	for (; result && errno == EEXIST && is_shared_name(new) && tries < LINK_TRIES; tries++) {
 		nanosleep(&pause, NULL);
 		result = change_both(add_name, from, old, to, new, &flags);
 	}
