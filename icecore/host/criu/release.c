@@ -7,7 +7,8 @@
  * SIGSTOP comes later, so the process stays stopped for ever. So once CRIU detaches the root,
  * detaches are delayed until CRIU has requested one for every remaining thread.
  *
- * If CRIU ends earlier, the kernel detaches all threads.
+ * If CRIU exits without such a request for a thread, the others are detached then. If it is killed,
+ * the kernel detaches all.
  */
 #define _GNU_SOURCE
 #include "traced.h"
@@ -73,6 +74,15 @@ static bool others_left(void)
 	return false;
 }
 
+__attribute__((destructor)) static void detach_waiting(void)
+{
+	if (traced.of != getpid())
+		return; /* a child of CRIU's traces nobody */
+	for (size_t i = 0; i < waiting_count; i++)
+		detach_now(waiting[i].thread, waiting[i].address, waiting[i].data);
+	waiting_count = 0;
+}
+
 long let_go(pid_t thread, void *address, void *data)
 {
 	bool begun = waiting_count || thread == root();
@@ -80,10 +90,7 @@ long let_go(pid_t thread, void *address, void *data)
 	if (traced.of != getpid() || !forget(thread) || !begun ||
 	    !wait_with((struct request){thread, address, data}))
 		return detach_now(thread, address, data);
-	if (others_left())
-		return 0;
-	for (size_t i = 0; i < waiting_count; i++)
-		detach_now(waiting[i].thread, waiting[i].address, waiting[i].data);
-	waiting_count = 0;
+	if (!others_left())
+		detach_waiting();
 	return 0;
 }
