@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -121,6 +122,17 @@ def trip(tmp_path: Path, cache: Path) -> Iterator[Trip]:
         repository = loop.run(_create(tmp_path / "repository"))
         yield Trip(repository, loop, find_criu(), tmp_path, cache)
         loop.run(repository.close())
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Iterator[Registry]:
+    """A registry, whose jobs end with the test."""
+    made = Registry(tmp_path / "jobs")
+    yield made
+    for job in made.instances():
+        if job.alive:
+            job.kill(signal.SIGKILL)
+            job.wait(20)
 
 
 async def _create(path: Path) -> StoredRepository:

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -65,16 +64,6 @@ def wait_steps(path: Path, more_than: int, seconds: float = 20.0) -> int:
         assert time.monotonic() < until, f"{path} has {count} lines"
         time.sleep(0.01)
     return count
-
-
-@pytest.fixture
-def registry(tmp_path: Path) -> Iterator[Registry]:
-    made = Registry(tmp_path / "jobs")
-    yield made
-    for job in made.instances():
-        if job.alive:
-            job.kill(9)
-            job.wait(10)
 
 
 def opened_by(pid: int) -> set[str]:

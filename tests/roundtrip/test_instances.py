@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -100,16 +99,6 @@ def wait_lines(job: Job, more_than: int, seconds: float = 20.0) -> list[str]:
         )
         time.sleep(0.01)
     return found
-
-
-@pytest.fixture
-def registry(tmp_path: Path) -> Iterator[Registry]:
-    made = Registry(tmp_path / "jobs")
-    yield made
-    for job in made.instances():
-        if job.alive:
-            job.kill(9)
-            job.wait(10)
 
 
 def take(

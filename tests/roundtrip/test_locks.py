@@ -7,7 +7,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -58,16 +57,6 @@ os.dup2(os.open(sys.argv[1], os.O_RDWR), 50)
 fcntl.flock(50, fcntl.LOCK_EX)
 work(0, 0)
 """
-
-
-@pytest.fixture
-def registry(tmp_path: Path) -> Iterator[Registry]:
-    made = Registry(tmp_path / "jobs")
-    yield made
-    for job in made.instances():
-        if job.alive:
-            job.kill(signal.SIGKILL)
-            job.wait(20)
 
 
 def held(path: Path) -> set[tuple[str, ...]]:
